@@ -20,8 +20,9 @@ else
 fi
 
 if [ $fresh = yes ]; then
+    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3.13 python3.12 python3.11 python3 python; fi
     chosen='' bare=''
-    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+    for candidate in "$@"; do
         usable "$candidate" || continue
         if has_venv "$candidate"; then
             chosen=$candidate
@@ -35,7 +36,7 @@ if [ $fresh = yes ]; then
         exit 1
     fi
     if [ -z "$chosen" ]; then
-        echo "No Python 3.11 or newer was found (tried: ${PYTHON:-python3.13 python3.12 python3.11 python3 python})." >&2
+        echo "No Python 3.11 or newer was found (tried: $*)." >&2
         echo "Install one, or name it: make PYTHON=/path/to/python" >&2
         exit 1
     fi
@@ -43,7 +44,7 @@ if [ $fresh = yes ]; then
     "$chosen" -m venv --clear "$VENV"
 fi
 
-echo "Installing requirements.lock into $VENV (about 350 MB to download the first time)"
+echo "Installing requirements.lock into $VENV (about 300 MB to download the first time)"
 rm -f "$stamp"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 pip install --no-deps --only-binary :all: --require-hashes -r requirements.lock
