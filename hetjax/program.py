@@ -1,0 +1,440 @@
+"""A loss function, traced on shapes alone and divided at the cuts into a chain of segments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax import jaxprs, rows as row_analysis, segments
+from hetjax.errors import UserError
+from hetjax.flat import Flat, Piece, Unit
+from hetjax.marks import Mean
+
+RowsMode = Literal["auto", "split", "whole"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentInfo:
+    """What the planner needs to know of a segment; plain numbers.
+
+    Attributes:
+        index: Its place in the model.
+        name: From the paths of its parameters.
+        segment_class: Segments with equal classes compute the same function.
+        num_params: Parameters that it reads.
+        param_bytes: Their bytes as stored.
+        forward_flops_per_row: FLOPs of the forward pass for one example.
+        boundary_bytes_per_row: Bytes that leave it forward for one example.
+        activation_bytes_per_row: By remat policy, bytes kept for the backward pass for one example.
+    """
+
+    index: int
+    name: str
+    segment_class: str
+    num_params: int
+    param_bytes: int
+    forward_flops_per_row: float
+    boundary_bytes_per_row: float
+    activation_bytes_per_row: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """A dependency between two segments: `bytes_per_row` go from `producer` to `consumer` in the forward pass."""
+
+    producer: int
+    consumer: int
+    bytes_per_row: float
+
+
+def path_string(path: Sequence[Any]) -> str:
+    """A parameter's path as `a/b/0/kernel`, alike for linen, nnx and plain dicts."""
+    parts = []
+    for key in path:
+        for attribute in ("key", "name", "idx"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+    if parts and parts[-1] == "value" and len(parts) > 1:
+        parts.pop()
+    return "/".join(parts)
+
+
+def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
+    """Flatten what a loss function returned into float32 sums and their names."""
+    loss, extra = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    if isinstance(extra, Mean) or not hasattr(extra, "items"):
+        raise UserError(
+            f"loss_fn returned a pair whose second part is a {type(extra).__name__}. It has to be a dict of metrics, each "
+            "a scalar or a hetjax.Mean. Changed model state (BatchNorm statistics, caches) is not carried between steps: "
+            "use GroupNorm or LayerNorm, or run BatchNorm with use_running_average=True, and return the loss alone."
+        )
+    values, names = [], []
+    for name, value in {"loss": loss, **extra}.items():
+        mean = value if isinstance(value, Mean) else Mean(value, None)
+        total = jnp.asarray(mean.total)
+        weight = jnp.asarray(num_rows if mean.weight is None else mean.weight, jnp.float32)
+        if total.shape != () or weight.shape != () or not jnp.issubdtype(total.dtype, jnp.number):
+            raise UserError(
+                f"loss_fn returned {name!r} with shape {total.shape} and dtype {total.dtype}. The loss and every metric have "
+                "to be a scalar or a hetjax.Mean(total, weight) of two scalars. Sum over the examples, or drop it; model "
+                "state that changes (BatchNorm statistics) is not carried: use use_running_average=True or GroupNorm."
+            )
+        total = total.astype(jnp.float32)
+        values += [total * num_rows if mean.weight is None else total, weight]
+        names += [f"{name}.total", f"{name}.weight"]
+    return values, names
+
+
+class Program:
+    """A traced loss: segments, classes, edges and parameters. Made by `trace`; holds no array on any device."""
+
+    def __init__(
+        self,
+        loss_fn: Callable,
+        init_fn: Callable,
+        batch_spec: Any,
+        *,
+        rows: RowsMode,
+        frozen: Callable[[str], bool] | None,
+        eval_loss_fn: Callable | None,
+    ) -> None:
+        """See `trace`."""
+        self.loss_fn, self.init_fn, self.eval_loss_fn = loss_fn, init_fn, eval_loss_fn or loss_fn
+        self.batch_spec = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), batch_spec)
+        self.batch_leaves, self.batch_treedef = jax.tree.flatten(self.batch_spec)
+        self.global_batch = self._leading_rows()
+        self.key_spec = jax.eval_shape(lambda: jax.random.key(0))
+        self.params_spec = jax.eval_shape(init_fn, self.key_spec)
+        with_path, self.params_treedef = jax.tree_util.tree_flatten_with_path(self.params_spec)
+        self.leaf_specs = [leaf for _, leaf in with_path]
+        self.leaf_paths = [path_string(path) for path, _ in with_path]
+        if not with_path or len(set(self.leaf_paths)) != len(with_path):
+            raise UserError("init_fn has to return a pytree of arrays, each under a path of its own; it returned "
+                            f"{len(with_path)} arrays under {len(set(self.leaf_paths))} paths.")
+        self.frozen = [
+            not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(frozen and frozen(path))
+            for path, leaf in zip(self.leaf_paths, self.leaf_specs, strict=True)
+        ]
+        self._flats: dict[tuple, Flat] = {}
+        self.rows_mode = "whole" if rows == "whole" else "split"
+        self.main = self.flat(self.global_batch)
+        if not self.main.num_segments:
+            raise UserError("loss_fn never combines its parameters with its batch, so there is nothing to train.")
+        self._check_results()
+        if rows == "auto":
+            row_analysis.check(self.main.report)
+        self._place_params()
+
+    # -- tracing ------------------------------------------------------------------------------------------------
+
+    def _leading_rows(self) -> int:
+        sizes = {leaf.shape[0] for leaf in self.batch_leaves if leaf.shape}
+        if len(sizes) != 1:
+            raise UserError(
+                f"The leaves of batch_spec lead with {sorted(sizes)} rows. Every leaf has to lead with the same number of "
+                "rows, the global batch; scalars may be among them."
+            )
+        return sizes.pop()
+
+    @functools.cached_property
+    def uses_rng(self) -> bool:
+        """Whether the loss takes a key as its third argument."""
+        return _takes_rng(self.loss_fn)
+
+    def flat(self, rows: int, dtype: str | None = None, training: bool = True) -> Flat:
+        """Trace at a number of rows and a compute dtype; traces are kept.
+
+        Args:
+            rows: Leading dim of every batch leaf.
+            dtype: Floating parameters are given to the loss in this dtype; None or `"float32"` leaves them as they are.
+            training: False traces the evaluation loss, without a key.
+
+        Raises:
+            UserError: The cuts of this trace differ from the first one's.
+        """
+        dtype = None if dtype == "float32" else dtype
+        training = training or (self.eval_loss_fn is self.loss_fn and not self.uses_rng)
+        key = (rows, dtype, training)
+        if key not in self._flats:
+            flat = self._trace(rows, dtype, training, cast_batch=False)
+            if dtype and not any(v.var.aval.dtype == jnp.dtype(dtype) for v in flat.values):
+                flat = self._trace(rows, dtype, training, cast_batch=True)
+            if hasattr(self, "main") and training:
+                self._check_same_cuts(flat, rows, dtype)
+            self._flats[key] = flat
+        return self._flats[key]
+
+    def _trace(self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Flat:
+        def cast(leaf: Any) -> Any:
+            return leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+        loss_fn = self.loss_fn if training else self.eval_loss_fn
+        takes_rng = _takes_rng(loss_fn)
+        names: list[str] = []
+
+        def function(params: Any, batch: Any, *key: Any) -> list[Any]:
+            batch = jax.tree.map(cast, batch) if cast_batch else batch
+            rng = (key or (None,)) if takes_rng else ()
+            values, names[:] = _result_list(loss_fn(params, batch, *rng), num_rows)
+            return values
+
+        def at_compute_dtype(leaf: Any) -> Any:
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype if dtype and floating else leaf.dtype)
+
+        params = jax.tree.unflatten(self.params_treedef, [at_compute_dtype(leaf) for leaf in self.leaf_specs])
+        batch = jax.tree.unflatten(
+            self.batch_treedef,
+            [jax.ShapeDtypeStruct((num_rows, *b.shape[1:]) if b.shape else (), b.dtype) for b in self.batch_leaves],
+        )
+        key = (self.key_spec,) if takes_rng and training else ()
+        closed = jaxprs.inline(jax.make_jaxpr(function)(params, batch, *key))
+        return Flat(
+            closed,
+            num_params=len(self.leaf_specs),
+            num_batch=len(self.batch_leaves),
+            result_names=names,
+            frozen=self.frozen,
+            rows=num_rows,
+        )
+
+    def _check_same_cuts(self, flat: Flat, num_rows: int, dtype: str | None) -> None:
+        def shape(f: Flat) -> list:
+            return [(v.producer, v.consumers) for v in f.values]
+
+        if flat.num_segments != self.main.num_segments or shape(flat) != shape(self.main):
+            raise UserError(
+                f"Traced with {num_rows} rows in {dtype or 'the parameters dtype'}, the model has {flat.num_segments} segments and "
+                f"{len(flat.values)} values across cuts; with {self.main.rows} rows it has {self.main.num_segments} and "
+                f"{len(self.main.values)}. The cuts may not depend on the number of rows or on the parameters' dtype: cut "
+                "values of one dtype, and don't branch on the batch's shape."
+            )
+
+    def _check_results(self) -> None:
+        for name, atom in self.main.results.items():
+            if name == "loss.weight" and self.main.depends_on_params(atom):
+                raise UserError(
+                    "The weight of the loss's hetjax.Mean depends on the parameters. It has to be a count (of examples, of "
+                    "tokens): compute it from the batch, or wrap it in jax.lax.stop_gradient and a constant."
+                )
+        if not self.main.depends_on_params(self.main.results["loss.total"]):
+            raise UserError("The loss depends on no parameter that is trained: nothing would change. Check `frozen`.")
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def _place_params(self) -> None:
+        """List the pieces, and for each the segments that read it; the first reader owns it."""
+        self.readers: dict[Piece, list[int]] = {}
+        for segment in range(self.num_segments):
+            for piece in self.main.unit(segment, segment + 1).params:
+                self.readers.setdefault(piece, []).append(segment)
+        stacked = {p.leaf: p.axis for p in self.readers if p.axis is not None}
+        for leaf, spec in enumerate(self.leaf_specs):
+            if leaf in stacked:
+                axis = stacked[leaf]
+                missing = [Piece(leaf, axis, i) for i in range(spec.shape[axis])]
+            else:
+                missing = [Piece(leaf)]
+            for piece in missing:
+                self.readers.setdefault(piece, [])
+        self.pieces = sorted(self.readers, key=lambda p: (p.leaf, p.index or 0))
+
+    def owner(self, piece: Piece) -> int:
+        """The segment that owns a piece: its first reader, or segment 0 if no segment reads it."""
+        readers = self.readers[piece]
+        return readers[0] if readers else 0
+
+    def piece_spec(self, piece: Piece) -> jax.ShapeDtypeStruct:
+        """Stored shape and dtype of a piece."""
+        spec = self.leaf_specs[piece.leaf]
+        if piece.axis is None:
+            return spec
+        return jax.ShapeDtypeStruct(tuple(n for d, n in enumerate(spec.shape) if d != piece.axis), spec.dtype)
+
+    def piece_name(self, piece: Piece) -> str:
+        """Path of a piece; a slice of a stacked leaf ends in its index in brackets."""
+        path = self.leaf_paths[piece.leaf]
+        return path if piece.axis is None else f"{path}[{piece.index}]"
+
+    def trainable(self, piece: Piece) -> bool:
+        """Whether a piece gets a gradient."""
+        return not self.frozen[piece.leaf]
+
+    @property
+    def tied(self) -> list[tuple[int, int, int]]:
+        """(owner segment, reader segment, bytes) of each parameter that a later segment reads too."""
+        return [
+            (readers[0], reader, _num_bytes(self.piece_spec(piece)))
+            for piece, readers in self.readers.items()
+            for reader in readers[1:]
+        ]
+
+    @functools.cached_property
+    def init_jaxpr(self) -> Any:
+        """The flattened jaxpr of `init_fn`: a key in, every parameter leaf out."""
+        return jaxprs.inline(jax.make_jaxpr(lambda k: jax.tree.leaves(self.init_fn(k)))(self.key_spec))
+
+    # -- what the planner reads ---------------------------------------------------------------------------------
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments the cuts make."""
+        return self.main.num_segments
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes when the segments or the parameters change; not with the batch's size."""
+        specs = [(p, s.shape, str(s.dtype)) for p, s in zip(self.leaf_paths, self.leaf_specs, strict=True)]
+        edges = [(v.producer, v.consumers) for v in self.main.values]
+        return jaxprs.text_key(specs, edges, self.num_segments)
+
+    def edges(self) -> list[Edge]:
+        """Which segments feed which, skip connections too."""
+        total: dict[tuple[int, int], float] = {}
+        for value in self.main.values:
+            for consumer in value.consumers:
+                pair = (value.producer, consumer)
+                total[pair] = total.get(pair, 0.0) + _num_bytes(value.var.aval) / self.global_batch
+        return [Edge(p, c, b) for (p, c), b in sorted(total.items())]
+
+    def segments(self) -> list[SegmentInfo]:
+        """The segments as plain numbers, in model order."""
+        return list(self._segments)
+
+    @functools.cached_property
+    def _segments(self) -> list[SegmentInfo]:
+        infos, by_class = [], {}
+        for index in range(self.num_segments):
+            unit = self.main.unit(index, index + 1)
+            if unit.key not in by_class:
+                kept = segments.kept_bytes(self.main, unit, ("none", "dots", "full"))
+                by_class[unit.key] = {k: v / self.global_batch for k, v in kept.items()}
+            specs = [self.piece_spec(p) for p in unit.params]
+            infos.append(
+                SegmentInfo(
+                    index,
+                    self._segment_name(unit),
+                    unit.key,
+                    sum(math.prod(s.shape) for s in specs),
+                    sum(map(_num_bytes, specs)),
+                    jaxprs.count_flops(unit.eqns) / self.global_batch,
+                    sum(_num_bytes(v.aval) for v in unit.output_vars) / self.global_batch,
+                    by_class[unit.key],
+                )
+            )
+        return infos
+
+    def _segment_name(self, unit: Unit) -> str:
+        """The longest path that the segment's own parameters share, or the first one's."""
+        own = [p for p in unit.params if self.owner(p) == unit.start] or list(unit.params)
+        if not own:
+            return f"segment {unit.start}"
+        paths = [self.piece_name(p).split("/") for p in own]
+        common = []
+        for column in zip(*paths, strict=False):
+            if len(set(column)) > 1:
+                break
+            common.append(column[0])
+        if len(common) < len(paths[0]) and common and common != ["params"]:
+            name = "/".join(common)
+        else:
+            name = "+".join(dict.fromkeys("/".join(p[:-1] or p) for p in paths))
+        indices = {p.index for p in own if p.axis is not None}
+        name = name.removeprefix("params/")
+        return f"{name[:40]}[{min(indices)}]" if indices and "[" not in name else name[:44]
+
+    def __str__(self) -> str:
+        """A table: segment, class, parameters, boundary bytes, FLOPs."""
+        letters: dict[str, str] = {}
+        lines = [f"{self.num_segments} segments, {sum(math.prod(s.shape) for s in self.leaf_specs):,} parameters, "
+                 f"{self.global_batch} rows a step"]
+        lines.append(f"{'':>3} {'segment':<44} {'class':<6} {'parameters':>13} {'boundary KiB/row':>17} {'forward MFLOP/row':>18}")
+        for s in self._segments:
+            letter = letters.setdefault(s.segment_class, _letters(len(letters)))
+            lines.append(
+                f"{s.index:>3} {s.name:<44} {letter:<6} {s.num_params:>13,} {s.boundary_bytes_per_row / 1024:>17,.1f} "
+                f"{s.forward_flops_per_row / 1e6:>18,.2f}"
+            )
+        return "\n".join(lines)
+
+    # -- trees --------------------------------------------------------------------------------------------------
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """Put leaves (arrays, or anything) into the user's parameter structure."""
+        return jax.tree.unflatten(self.params_treedef, leaves)
+
+    def assemble(self, pieces: dict[Piece, np.ndarray]) -> list[np.ndarray]:
+        """Join host arrays of all pieces into leaves, in order."""
+        leaves: list[Any] = [None] * len(self.leaf_specs)
+        stacks: dict[int, dict[int, np.ndarray]] = {}
+        for piece, array in pieces.items():
+            if piece.axis is None:
+                leaves[piece.leaf] = array
+            else:
+                stacks.setdefault(piece.leaf, {})[piece.index or 0] = array
+        for leaf, slices in stacks.items():
+            axis = next(p.axis for p in pieces if p.leaf == leaf)
+            leaves[leaf] = np.stack([slices[i] for i in range(len(slices))], axis=axis)
+        return leaves
+
+
+def _letters(index: int) -> str:
+    name = ""
+    while True:
+        name = chr(ord("A") + index % 26) + name
+        index = index // 26 - 1
+        if index < 0:
+            return name
+
+
+def _num_bytes(spec: Any) -> int:
+    return math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+
+
+def _takes_rng(loss_fn: Callable) -> bool:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind in positional for p in parameters) >= 3
+
+
+def trace(
+    loss_fn: Callable,
+    init_fn: Callable,
+    batch_spec: Any,
+    *,
+    rows: RowsMode = "auto",
+    frozen: Callable[[str], bool] | None = None,
+    eval_loss_fn: Callable | None = None,
+) -> Program:
+    """Trace a loss without devices and divide it at its cuts.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; pure. Returns a `hetjax.Mean`, or a scalar that is
+            the mean over equal rows, or a pair of that and a dict of metrics of the same two forms. `rng` is a key folded
+            from seed, step and microbatch; in evaluation it is None.
+        init_fn: `init_fn(key) -> params`, any pytree of arrays (linen variables, an nnx.State, dicts).
+        batch_spec: Pytree of `jax.ShapeDtypeStruct`; every leaf leads with the rows of the global batch.
+        rows: `"auto"` refuses a loss that mixes the rows of a batch; `"whole"` says that it does and must not be split;
+            `"split"` says that the value of each part is what is meant.
+        frozen: Says of a parameter's path (`"blocks/0/kernel"`) whether it is kept as it is: no gradient, no optimizer state.
+        eval_loss_fn: Another loss for evaluation, over the same parameters.
+
+    Returns:
+        The program; `print` it to see the segments.
+
+    Raises:
+        UserError: What the loss returns, its cuts or its mixing of rows can't be trained over groups; the text says why.
+    """
+    return Program(loss_fn, init_fn, batch_spec, rows=rows, frozen=frozen, eval_loss_fn=eval_loss_fn)
