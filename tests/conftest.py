@@ -1,4 +1,4 @@
-"""Every test runs on eight CPU devices, under strict promotion, with hetjax's annotations checked at each call.
+"""Every test runs on eight CPU devices, under strict promotion, with hetjax's annotations checked.
 
 The checks of annotations (jaxtyping, beartype) are hooked in by `--jaxtyping-packages` in pyproject.toml.
 """
