@@ -109,6 +109,15 @@ class Checkpointer:
         finally:
             self._manager.close()
 
+    def __enter__(self) -> Checkpointer:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; an exception under way goes first."""
+        with contextlib.suppress(*([CheckpointError] if kind else [])):
+            self.close()
+
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Generator[None]:
         try:

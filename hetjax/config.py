@@ -1,4 +1,7 @@
-"""The job file: what to train, on which data, how, checked key by key before anything starts."""
+"""The job file: what to train, on which data, how, checked key by key before anything starts.
+
+TOML has no null: the word "none" stands for it, in the file and on the command line.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +10,25 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import jax.numpy as jnp
 import optax
 import pydantic
 
+from hetjax.data import DataConfig
 from hetjax.errors import UserError
-
-
-def _none_word(value: Any) -> Any:
-    return None if value == "none" else value
-
 
 PositiveInt = Annotated[int, pydantic.Field(gt=0)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
-# TOML has no null: the word "none" stands for it, in the file and on the command line.
-OptionalInt = Annotated[PositiveInt | None, pydantic.BeforeValidator(_none_word)]
-OptionalFloat = Annotated[PositiveFloat | None, pydantic.BeforeValidator(_none_word)]
 
 
 class Section(pydantic.BaseModel):
     """A section of the job file: unknown keys and values of the wrong type are refused."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class DataConfig(Section):
-    """The text, its tokens and the batches.
-
-    Attributes:
-        source: "stdlib" (the documentation of Python's own library), or the path or glob of text, JSONL or
-            Parquet files.
-        tokenizer: "bpe", trained on the source, or "bytes".
-        vocab_size: Token ids of a BPE tokenizer; "bytes" has its own.
-        seq_len: Tokens a row.
-        global_batch: Rows a step, over all groups.
-        layout: "packed" fills each row with several documents; "padded" gives a document rows of its own.
-        validation_share: Share of the documents that is kept for validation.
-    """
-
-    source: str = "stdlib"
-    tokenizer: Literal["bpe", "bytes"] = "bpe"
-    vocab_size: PositiveInt = 4096
-    seq_len: PositiveInt = 256
-    global_batch: PositiveInt = 8
-    layout: Literal["packed", "padded"] = "packed"
-    validation_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.02
 
 
 class _Optimizer(Section):
@@ -74,9 +47,9 @@ class _Optimizer(Section):
     learning_rate: PositiveFloat = 1e-3
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
     warmup_steps: Annotated[int, pydantic.Field(ge=0)] = 0
-    decay_steps: OptionalInt = None
+    decay_steps: PositiveInt | None = None
     final_share: Share = 0.1
-    clip_norm: OptionalFloat = None
+    clip_norm: PositiveFloat | None = None
 
 
 class AdamConfig(_Optimizer):
@@ -111,7 +84,7 @@ class SGDConfig(_Optimizer):
     """Plain or momentum gradient descent."""
 
     name: Literal["sgd"]
-    momentum: Annotated[Decay | None, pydantic.BeforeValidator(_none_word)] = None
+    momentum: Decay | None = None
     nesterov: bool = False
 
 
@@ -121,14 +94,14 @@ class RMSPropConfig(_Optimizer):
     name: Literal["rmsprop"]
     decay: Decay = 0.9
     eps: PositiveFloat = 1e-8
-    momentum: Annotated[Decay | None, pydantic.BeforeValidator(_none_word)] = None
+    momentum: Decay | None = None
 
 
 class AdafactorConfig(_Optimizer):
     """Adafactor: factored second moments, for when optimizer memory binds."""
 
     name: Literal["adafactor"]
-    momentum: Annotated[Decay | None, pydantic.BeforeValidator(_none_word)] = None
+    momentum: Decay | None = None
     min_dim_size_to_factor: PositiveInt = 128
     multiply_by_parameter_scale: bool = False
 
@@ -144,9 +117,8 @@ class TrainConfig(Section):
 
     Attributes:
         num_steps: Optimizer steps in all.
-        seed: Of initialisation, dropout and the order of the data.
+        seed: Of initialisation and dropout; the order of the data has its own, data.seed.
         eval_every: Steps between validations; "none" validates at the end only.
-        num_eval_batches: Global batches of a validation.
         checkpoint_every: Steps between checkpoints; "none" writes one at the end only.
         max_checkpoints: How many of the latest are kept; "none" keeps all.
         log_every: Steps between lines where the output is no terminal.
@@ -157,12 +129,11 @@ class TrainConfig(Section):
 
     num_steps: PositiveInt = 300
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
-    eval_every: OptionalInt = 100
-    num_eval_batches: PositiveInt = 8
-    checkpoint_every: OptionalInt = 100
-    max_checkpoints: OptionalInt = 3
+    eval_every: PositiveInt | None = 100
+    checkpoint_every: PositiveInt | None = 100
+    max_checkpoints: PositiveInt | None = 3
     log_every: PositiveInt = 10
-    timeline_every: OptionalInt = 50
+    timeline_every: PositiveInt | None = 50
     loss_scale: Literal["dynamic", "none"] = "dynamic"
     tensorboard: bool = True
 
@@ -175,10 +146,8 @@ class PlanConfig(Section):
         schedule: Order of the tasks.
     """
 
-    num_microbatches: OptionalInt = None
-    schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved"] | None, pydantic.BeforeValidator(_none_word)
-    ] = None
+    num_microbatches: PositiveInt | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
 
 
 class Config(Section):
@@ -274,11 +243,28 @@ def _validate(content: dict[str, Any], path: Path, set_keys: set[tuple[str, ...]
             fields = OPTIMIZERS[optimizer["name"]][0].model_fields
             for key in [k for k in optimizer if k not in fields and ("optimizer", k) not in set_keys]:
                 del optimizer[key]
+    for section, table in content.items():
+        if (
+            section in Config.model_fields
+            and section not in ("model", "description")
+            and isinstance(table, dict)
+        ):
+            _read_none(_section_class(section, content), table)
     try:
         return Config.model_validate(content)
     except pydantic.ValidationError as error:
         faults = [_fault(detail, content, path, set_keys) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(faults))) from None
+
+
+def _read_none(section_class: type[pydantic.BaseModel] | None, table: dict[str, Any]) -> None:
+    """Turn the word "none" into None for the fields that may be None."""
+    for key, value in table.items():
+        field = section_class.model_fields.get(key) if section_class else None
+        choices = get_args(field.annotation) if field else ()
+        named = any("none" in get_args(choice) for choice in (*choices, field and field.annotation))
+        if value == "none" and type(None) in choices and not named:
+            table[key] = None
 
 
 def _fault(detail: Any, content: dict[str, Any], path: Path, set_keys: set[tuple[str, ...]]) -> str:
@@ -294,7 +280,9 @@ def _fault(detail: Any, content: dict[str, Any], path: Path, set_keys: set[tuple
             if key is None:
                 hint = _suggest(section, list(Config.model_fields))
                 return f"{where}: there is no section [{section}]. {hint}"
-            fields = list(_section_class(section, content).model_fields)
+            section_class = _section_class(section, content)
+            assert section_class is not None, "an unknown optimizer is another error"
+            fields = list(section_class.model_fields)
             of = f" for {content['optimizer']['name']}" if section == "optimizer" else ""
             return f"{where}: [{section}] has no key {key!r}{of}. {_suggest(key, fields)}"
         case "union_tag_invalid":
@@ -305,6 +293,8 @@ def _fault(detail: Any, content: dict[str, Any], path: Path, set_keys: set[tuple
             given = repr(detail["input"])
             hint = _suggest(str(detail["input"]), _literals(detail))
             return f"{where}: [{section}] {key} = {given} is not known. {hint}"
+        case "value_error":
+            return f"{where}: {detail['ctx']['error']}"
     message = detail["msg"][0].lower() + detail["msg"][1:]
     name = f"[{section}] {key}" if key else f"[{section}]"
     return f"{where}: {name} = {json.dumps(detail['input'], default=str)}: {message}."
@@ -314,9 +304,9 @@ def _literals(detail: Any) -> list[str]:
     return [part.strip().strip("'") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
 
 
-def _section_class(section: str, content: Mapping[str, Any]) -> type[Section]:
+def _section_class(section: str, content: Mapping[str, Any]) -> type[pydantic.BaseModel] | None:
     if section == "optimizer":
-        return OPTIMIZERS[content["optimizer"]["name"]][0]
+        return OPTIMIZERS.get(content["optimizer"].get("name"), (None, None))[0]
     return {"data": DataConfig, "train": TrainConfig, "plan": PlanConfig}[section]
 
 
