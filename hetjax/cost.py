@@ -1,0 +1,326 @@
+"""Analytic time and memory of segments on a device kind.
+
+What a program says of itself (FLOPs and bytes per row, counted for float32) times what the catalogue says of
+a kind. A profile answers the same questions from measurements: anything with the methods of `Costs` takes its
+place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from hetjax.cluster import Group
+from hetjax.devices import DTYPE_BYTES, Number
+
+ADAM_BYTES_PER_PARAM = 8
+"""Two float32 moments; other optimizers keep less."""
+
+BACKWARD_PER_FORWARD = 2.0
+"""FLOPs of the backward per FLOP of the forward: one product each for inputs and weights."""
+
+RECOMPUTE_PER_FORWARD = {"none": 0.0, "dots": 0.1, "full": 1.0}
+"""Share of the forward that the backward repeats, by remat policy; other policies count as `dots`."""
+
+DISPATCH_S = 20e-6
+"""Host time of one executable on one device (5 to 32 us on CPU, jax 0.10)."""
+
+DISPATCH_CPU_MESH_S = 260e-6
+"""The same on a mesh of several CPU devices."""
+
+BANDWIDTH_SHARE = 0.8
+"""Achieved share of a device's memory bandwidth, and of an interconnect's, in large transfers."""
+
+
+@runtime_checkable
+class SegmentLike(Protocol):
+    """What is known of a segment; all bytes are of float32 values.
+
+    Attributes:
+        index: Position in model order.
+        name: For a person.
+        segment_class: Segments of one class have the same structure.
+        num_params: Parameters that it reads.
+        param_bytes: Their float32 bytes.
+        forward_flops_per_row: FLOPs of the forward, per row of the microbatch.
+        boundary_bytes_per_row: Bytes that leave it forward.
+        activation_bytes_per_row: Bytes kept from forward to backward, by remat policy.
+    """
+
+    @property
+    def index(self) -> int: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def segment_class(self) -> str: ...  # noqa: D102
+    @property
+    def num_params(self) -> int: ...  # noqa: D102
+    @property
+    def param_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def forward_flops_per_row(self) -> Number: ...  # noqa: D102
+    @property
+    def boundary_bytes_per_row(self) -> Number: ...  # noqa: D102
+    @property
+    def activation_bytes_per_row(self) -> Mapping[str, Number]: ...  # noqa: D102
+
+
+@runtime_checkable
+class EdgeLike(Protocol):
+    """A value that one segment makes and another reads.
+
+    Attributes:
+        producer: Segment that makes it.
+        consumer: Segment that reads it.
+        bytes_per_row: Its size, float32, per row of the microbatch.
+    """
+
+    @property
+    def producer(self) -> int: ...  # noqa: D102
+    @property
+    def consumer(self) -> int: ...  # noqa: D102
+    @property
+    def bytes_per_row(self) -> Number: ...  # noqa: D102
+
+
+@runtime_checkable
+class ProgramLike(Protocol):
+    """A program as the pure modules see it.
+
+    Attributes:
+        num_segments: How many.
+        fingerprint: Of its structure.
+        global_batch: Rows of one step.
+        rows_mode: `split`, or `whole` where rows cannot be split.
+        tied: (owner, reader, bytes) for each parameter that several segments read.
+    """
+
+    @property
+    def num_segments(self) -> int: ...  # noqa: D102
+    @property
+    def fingerprint(self) -> str: ...  # noqa: D102
+    @property
+    def global_batch(self) -> int: ...  # noqa: D102
+    @property
+    def rows_mode(self) -> str: ...  # noqa: D102
+    @property
+    def tied(self) -> Sequence[tuple[int, int, Number]]: ...  # noqa: D102
+
+    def segments(self) -> Sequence[SegmentLike]:
+        """In model order."""
+        ...
+
+    def edges(self) -> Sequence[EdgeLike]:
+        """Everything that crosses a cut, skip connections too."""
+        ...
+
+
+@runtime_checkable
+class Costs(Protocol):
+    """What planner and simulator ask; answers in seconds on one member, all its devices working."""
+
+    def forward_s(self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int]) -> Number:
+        """Forward of `rows` rows (of the whole member)."""
+        ...
+
+    def backward_s(
+        self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
+    ) -> Number:
+        """Backward of `rows` rows, what the remat policy repeats included."""
+        ...
+
+    def recompute_s(
+        self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
+    ) -> Number:
+        """The part of the backward that repeats the forward."""
+        ...
+
+    def gather_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Make the compute copy of parameters from their master shards, once a step."""
+        ...
+
+    def reduce_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Reduce the gradients over `dp` and `fsdp`, once a step."""
+        ...
+
+    def update_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Optimizer update, once a step."""
+        ...
+
+    def limit_s(self, segment: SegmentLike, group: Group, rows: Number) -> Number:
+        """No plan does forward and backward of `rows` rows faster on ALL devices of the group."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AnalyticCosts:
+    """`Costs` from FLOPs, bytes and the catalogue: a roofline with an achieved efficiency."""
+
+    def forward_s(self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int]) -> Number:
+        """Forward of `rows` rows (of the whole member)."""
+        return self._compute_s(segment, group, rows, axes, 1.0, 1.0) + _dispatch_s(group, axes)
+
+    def backward_s(
+        self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
+    ) -> Number:
+        """Backward of `rows` rows, what the remat policy repeats included."""
+        work = self._compute_s(segment, group, rows, axes, BACKWARD_PER_FORWARD, 2.0)
+        return work + self.recompute_s(segment, group, rows, axes, remat) + _dispatch_s(group, axes)
+
+    def recompute_s(
+        self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
+    ) -> Number:
+        """The part of the backward that repeats the forward."""
+        share = RECOMPUTE_PER_FORWARD.get(remat, RECOMPUTE_PER_FORWARD["dots"])
+        return share * self._compute_s(segment, group, rows, axes, 1.0, 1.0)
+
+    def gather_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Make the compute copy of parameters from their master shards, once a step."""
+        tp, fsdp = axes.get("tp", 1), axes.get("fsdp", 1)
+        copied = param_bytes / tp * DTYPE_BYTES[group.dtype] / 4
+        cast = 0.0 if group.dtype == "float32" else (param_bytes / (tp * fsdp) + copied) / _memory_rate(group)
+        return cast + _ring_s(copied, group, fsdp, times=1)
+
+    def reduce_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Reduce the gradients over `dp` and `fsdp`, once a step."""
+        shard = param_bytes / axes.get("tp", 1)
+        fsdp, dp = axes.get("fsdp", 1), axes.get("dp", 1)
+        return _ring_s(shard, group, fsdp, times=1) + _ring_s(shard / fsdp, group, dp, times=2)
+
+    def update_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Optimizer update, once a step: reads and writes parameters and moments, reads the gradient."""
+        shard = param_bytes / (axes.get("tp", 1) * axes.get("fsdp", 1))
+        return 7 * shard / _memory_rate(group) + _dispatch_s(group, axes)
+
+    def limit_s(self, segment: SegmentLike, group: Group, rows: Number) -> Number:
+        """No plan does forward and backward of `rows` rows faster on ALL devices of the group."""
+        flops = segment.forward_flops_per_row * rows * (1 + BACKWARD_PER_FORWARD)
+        return flops / (group.achieved_tflops * 1e12 * group.num_devices)
+
+    def _compute_s(
+        self,
+        segment: SegmentLike,
+        group: Group,
+        rows: int,
+        axes: Mapping[str, int],
+        flops_per_forward: Number,
+        passes: Number,
+    ) -> Number:
+        """Roofline of one segment: the slower of arithmetic and memory, plus the collectives of `tp`."""
+        tp = axes.get("tp", 1)
+        local_rows = rows / (axes.get("dp", 1) * axes.get("fsdp", 1))
+        size = DTYPE_BYTES[group.dtype] / 4
+        flops = segment.forward_flops_per_row * local_rows / tp * flops_per_forward
+        touched = segment.param_bytes / tp + local_rows * (
+            segment.activation_bytes_per_row.get("none", 0.0) / tp + segment.boundary_bytes_per_row
+        )
+        compute = flops / (group.achieved_tflops * 1e12)
+        memory = passes * touched * size / _memory_rate(group)
+        # Two all-reduces of the boundary a pass: after attention and after the MLP.
+        boundary = segment.boundary_bytes_per_row * local_rows * size
+        return max(compute, memory) + 2 * passes * _ring_s(boundary, group, tp, times=2)
+
+
+def _memory_rate(group: Group) -> Number:
+    """Bytes a second of one device's memory."""
+    return group.device_kind.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE
+
+
+def _dispatch_s(group: Group, axes: Mapping[str, int]) -> Number:
+    several = axes.get("dp", 1) * axes.get("fsdp", 1) * axes.get("tp", 1) > 1
+    return DISPATCH_CPU_MESH_S if several and group.jax_platform == "cpu" else DISPATCH_S
+
+
+def _ring_s(num_bytes: Number, group: Group, size: int, *, times: int) -> Number:
+    """A ring over `size` devices that passes the whole array `times` times (2 for an all-reduce)."""
+    if size <= 1:
+        return 0.0
+    link = group.intra_link
+    per_pass = (size - 1) / size * num_bytes / (link.bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE)
+    return times * (per_pass + (size - 1) * link.latency_us * 1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes per device of one member of a stage.
+
+    Attributes:
+        master_bytes: Float32 parameters, sharded over `fsdp` and `tp`.
+        optimizer_bytes: Two float32 moments, sharded alike.
+        copy_bytes: Compute-dtype copy, gathered over `fsdp`; 0 where the masters serve.
+        accumulator_bytes: Unreduced float32 gradients.
+        kept_bytes_per_microbatch: What one microbatch keeps from forward to backward.
+        in_flight: How many microbatches do so at once.
+        waiting_bytes: Boundary values that have arrived and wait.
+        workspace_bytes: Temporaries of the largest segment, or of the reduction at the end of the step.
+    """
+
+    master_bytes: Number
+    optimizer_bytes: Number
+    copy_bytes: Number
+    accumulator_bytes: Number
+    kept_bytes_per_microbatch: Number
+    in_flight: int
+    waiting_bytes: Number
+    workspace_bytes: Number
+
+    @property
+    def static_bytes(self) -> Number:
+        """What stays for the whole step."""
+        return self.master_bytes + self.optimizer_bytes + self.copy_bytes + self.accumulator_bytes
+
+    @property
+    def total_bytes(self) -> Number:
+        """Peak, were the member alone on its devices."""
+        kept = self.in_flight * self.kept_bytes_per_microbatch
+        return self.static_bytes + kept + self.waiting_bytes + self.workspace_bytes
+
+
+def member_memory(
+    segments: Sequence[SegmentLike],
+    group: Group,
+    *,
+    rows: int,
+    axes: Mapping[str, int],
+    remat: Sequence[str],
+    in_flight: int,
+    waiting_inputs: int = 0,
+    input_bytes_per_row: Number = 0.0,
+) -> Memory:
+    """Bytes per device of a member.
+
+    Args:
+        segments: Of its stage.
+        group: Where it runs.
+        rows: Rows of a microbatch that the member handles.
+        axes: Sizes of `dp`, `fsdp`, `tp`.
+        remat: Policy of each segment.
+        in_flight: Microbatches between forward and backward at once.
+        waiting_inputs: Boundary values that may have arrived before they are used.
+        input_bytes_per_row: Size of those, float32.
+    """
+    tp, fsdp = axes.get("tp", 1), axes.get("fsdp", 1)
+    size = DTYPE_BYTES[group.dtype] / 4
+    local_rows = rows / (axes.get("dp", 1) * fsdp)
+    params = float(sum(s.param_bytes for s in segments))
+    optimizer = sum(s.num_params for s in segments) * ADAM_BYTES_PER_PARAM / (fsdp * tp)
+    needs_copy = size < 1 or fsdp > 1
+    kept = sum(_kept(s, r) for s, r in zip(segments, remat, strict=True)) * local_rows * size / tp
+    temporaries = max((_kept(s, "none") + 2 * s.boundary_bytes_per_row for s in segments), default=0.0)
+    return Memory(
+        master_bytes=params / (fsdp * tp),
+        optimizer_bytes=optimizer,
+        copy_bytes=params / tp * size if needs_copy else 0.0,
+        accumulator_bytes=params / tp,
+        kept_bytes_per_microbatch=kept,
+        in_flight=in_flight,
+        waiting_bytes=waiting_inputs * input_bytes_per_row * local_rows * size,
+        workspace_bytes=max(temporaries * local_rows * size / tp, params / (fsdp * tp)),
+    )
+
+
+def _kept(segment: SegmentLike, remat: str) -> Number:
+    """Bytes per row under a policy; one that the program does not list counts as `none`, the most."""
+    table = segment.activation_bytes_per_row
+    return table.get(remat, table.get("none", 0.0))

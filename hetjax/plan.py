@@ -1,0 +1,411 @@
+"""Plan: which member runs which segments in which order, and what was predicted of it; JSON in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetjax import cost
+from hetjax.cluster import Cluster
+from hetjax.devices import Number
+from hetjax.errors import UserError
+
+FORMAT = "hetjax-plan-1"
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+AXES = ("dp", "fsdp", "tp")
+RESIDENCIES = ("resident",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One group's part of a stage.
+
+    Attributes:
+        group: Name in the cluster.
+        devices: Indices within the group, in mesh order (`dp` major, `tp` minor).
+        axes: Size of `dp`, `fsdp` and `tp`; the product is the device count.
+        rows: Start and stop of its rows within the microbatch.
+        remat: Policy of each segment of the stage: `none`, `full`, `dots`, or a name in
+            `jax.checkpoint_policies`.
+        residency: Where the parameters live: `resident`.
+        seconds: Expected `F` and `B` of one microbatch, by which the schedule orders the tasks; None counts
+            all stages as equal.
+    """
+
+    group: str
+    devices: tuple[int, ...]
+    axes: Mapping[str, int]
+    rows: tuple[int, int]
+    remat: tuple[str, ...]
+    residency: str = "resident"
+    seconds: tuple[Number, Number] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a microbatch that the member handles."""
+        return self.rows[1] - self.rows[0]
+
+    def axis(self, name: str) -> int:
+        """Size of an axis, 1 where it is not named."""
+        return self.axes.get(name, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Neighbouring segments with one placement.
+
+    Attributes:
+        segments: Start and stop in model order.
+        members: Who runs them; their rows partition the microbatch in order.
+        fuse: How many neighbouring segments are compiled as one program.
+    """
+
+    segments: tuple[int, int]
+    members: tuple[Member, ...]
+    fuse: int = 1
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments the stage runs."""
+        return self.segments[1] - self.segments[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A placement and an order for one program on one cluster.
+
+    Attributes:
+        cluster: What it was made for.
+        fingerprint: Of the program.
+        num_segments: Of the program.
+        global_batch: Rows of one step.
+        num_microbatches: Into how many the global batch is cut.
+        schedule: `gpipe`, `1f1b` or `interleaved`.
+        stages: In model order, which is also the order of their numbers.
+        predicted: Figures of the planner, for a person; nothing is computed from them.
+    """
+
+    cluster: Cluster
+    fingerprint: str
+    num_segments: int
+    global_batch: int
+    num_microbatches: int
+    schedule: str
+    stages: tuple[Stage, ...]
+    predicted: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of one microbatch."""
+        return self.global_batch // self.num_microbatches
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as the JSON file holds it."""
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "num_segments": self.num_segments,
+            "global_batch": self.global_batch,
+            "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule,
+            "stages": [
+                {
+                    "segments": list(stage.segments),
+                    "fuse": stage.fuse,
+                    "members": [
+                        {
+                            "group": m.group,
+                            "devices": list(m.devices),
+                            "axes": dict(m.axes),
+                            "rows": list(m.rows),
+                            "remat": _short_remat(m.remat),
+                            "residency": m.residency,
+                            **({"seconds": list(m.seconds)} if m.seconds else {}),
+                        }
+                        for m in stage.members
+                    ],
+                }
+                for stage in self.stages
+            ],
+            "cluster": self.cluster.to_dict(),
+            "predicted": dict(self.predicted),
+        }
+
+    def to_json(self) -> str:
+        """The plan as JSON that a person can edit."""
+        return _indent_shallow(self.to_dict()) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, origin: str = "plan") -> Plan:
+        """Read and validate a plan.
+
+        Args:
+            text: JSON as `to_json` writes it; a member's `remat` may be one policy for all its segments.
+            origin: Named in errors.
+
+        Raises:
+            UserError: Not JSON, a wrong or missing key, or a placement that cannot be.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{origin} is not valid JSON: {error}") from None
+        from hetjax import plan_reader  # reads into these classes, so it can only be imported once they exist
+
+        return plan_reader.read_plan(data, origin)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a JSON file.
+
+        Raises:
+            UserError: As `from_json`, or the file cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"Plan file {path} does not exist.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"Plan file {path} cannot be read: {error}") from None
+        return cls.from_json(text, origin=str(path))
+
+    def check(self, program: cost.ProgramLike | None = None) -> None:
+        """Verify everything that can be told without devices.
+
+        Args:
+            program: Also compare with this program, and its memory with the devices' as far as both are
+                known.
+
+        Raises:
+            UserError: Says what is wrong, what is allowed and how to fix it.
+        """
+        from hetjax import plan_reader
+
+        plan_reader.check_plan(self, program)
+
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """The lane of each member of each stage; members whose devices overlap share one.
+
+        Lanes are numbered by the first stage that uses them.
+        """
+        units = [(s, k, m) for s, stage in enumerate(self.stages) for k, m in enumerate(stage.members)]
+        lane_of_device: dict[tuple[str, int], int] = {}
+        parent = list(range(len(units)))
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                i = parent[i]
+            return i
+
+        for i, (_, _, member) in enumerate(units):
+            for device in member.devices:
+                j = lane_of_device.setdefault((member.group, device), i)
+                low, high = sorted((root(i), root(j)))
+                parent[high] = low
+        numbers: dict[int, int] = {}
+        result: list[list[int]] = [[] for _ in self.stages]
+        for i, (s, _, _) in enumerate(units):
+            result[s].append(numbers.setdefault(root(i), len(numbers)))
+        return tuple(tuple(r) for r in result)
+
+    def member_memory(self, program: cost.ProgramLike) -> dict[tuple[int, int], cost.Memory]:
+        """Bytes per device of each (stage, member), by the schedule's stated bounds."""
+        segments = program.segments()
+        edges = stage_edges(self, program.edges())
+        bounds = in_flight_bounds(self.schedule, self.lanes(), self.num_microbatches)
+        result = {}
+        for s, stage in enumerate(self.stages):
+            inside = segments[slice(*stage.segments)]
+            crossing_in = sum(b for (_, consumer), b in edges.items() if consumer == s)
+            producers = [p for (p, consumer) in edges if consumer == s]
+            waiting = max([bounds.stage[p] - bounds.stage[s] for p in producers] + [0]) + 2 * bool(producers)
+            for k, member in enumerate(stage.members):
+                result[s, k] = cost.member_memory(
+                    inside,
+                    self.cluster.group(member.group),
+                    rows=member.num_rows,
+                    axes=member.axes,
+                    remat=member.remat,
+                    in_flight=bounds.stage[s],
+                    waiting_inputs=waiting,
+                    input_bytes_per_row=crossing_in,
+                )
+        return result
+
+    def device_memory(self, program: cost.ProgramLike) -> dict[tuple[str, int], Number]:
+        """Peak bytes of each used device, by the schedule's stated bounds.
+
+        A device that several stages share keeps the parameters of all, and activations up to its lane's
+        bound.
+        """
+        memory = self.member_memory(program)
+        lanes = self.lanes()
+        bounds = in_flight_bounds(self.schedule, lanes, self.num_microbatches)
+        on_device: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for s, stage in enumerate(self.stages):
+            for k, member in enumerate(stage.members):
+                for device in member.devices:
+                    on_device.setdefault((member.group, device), []).append((s, k))
+        result = {}
+        for device, units in on_device.items():
+            static = sum(memory[u].static_bytes for u in units) + max(
+                memory[u].workspace_bytes for u in units
+            )
+            left = bounds.lane[lanes[units[0][0]][units[0][1]]]
+            kept = 0.0
+            for s, k in sorted(units, key=lambda u: -memory[u].kept_bytes_per_microbatch):
+                count = min(left, bounds.stage[s])
+                kept += count * memory[s, k].kept_bytes_per_microbatch
+                left -= count
+            result[device] = static + kept + sum(memory[u].waiting_bytes for u in units)
+        return result
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Forward activations alive at once, at most: what a schedule promises.
+
+    Attributes:
+        stage: Microbatches per stage (each of its members).
+        lane: Microbatches per lane, summed over the stages that share it.
+    """
+
+    stage: tuple[int, ...]
+    lane: tuple[int, ...]
+
+
+def in_flight_bounds(kind: str, lanes: Sequence[Sequence[int]], num_microbatches: int) -> Bounds:
+    """The stated memory bound of a schedule.
+
+    With S stages, M microbatches and L lanes, for stage s:
+
+    - `gpipe`: M.
+    - `1f1b`: min(M, S - s).
+    - `interleaved`, in a lane with v chunks whose last one has d stages after it:
+      (v - 1) * L + min(2 * d + 1, 2 * L); per stage no more than two rounds, min(M, 2 * L), and for the
+      lane's last chunk min(M, 2 * L, 2 * d + 1). Where every lane has v chunks dealt round-robin this is
+      Megatron-LM's warm-up, (v - 1) * L + 2 * (L - rank - 1), plus one.
+
+    Args:
+        kind: One of `SCHEDULES`.
+        lanes: Lane of each member of each stage.
+        num_microbatches: M.
+    """
+    S, M = len(lanes), num_microbatches
+    L = 1 + max(lane for members in lanes for lane in members)
+    chunks: list[list[int]] = [[] for _ in range(L)]
+    for s, members in enumerate(lanes):
+        for lane in members:
+            chunks[lane].append(s)
+    if kind == "gpipe":
+        stage = [M] * S
+    elif kind == "1f1b" or all(len(c) == 1 for c in chunks):
+        stage = [min(M, S - s) for s in range(S)]
+    else:
+        lasts = {max(c) for c in chunks}
+        stage = [min(M, 2 * L, 2 * (S - 1 - s) + 1 if s in lasts else M) for s in range(S)]
+        lane_bounds = []
+        for c in chunks:
+            after = S - 1 - max(c)
+            limit = (len(c) - 1) * L + min(2 * after + 1, 2 * L)
+            lane_bounds.append(min(sum(stage[s] for s in c), max(limit, len(c))))
+        return Bounds(tuple(stage), tuple(lane_bounds))
+    return Bounds(tuple(stage), tuple(sum(stage[s] for s in c) for c in chunks))
+
+
+def stage_of_segment(plan: Plan) -> list[int]:
+    """The stage of each segment."""
+    return [s for s, stage in enumerate(plan.stages) for _ in range(*stage.segments)]
+
+
+def stage_edges(plan: Plan, edges: Iterable[cost.EdgeLike]) -> dict[tuple[int, int], Number]:
+    """Bytes per row that cross from one stage to another, float32, from the edges between segments."""
+    stage_of = stage_of_segment(plan)
+    result: dict[tuple[int, int], Number] = {}
+    for edge in edges:
+        pair = stage_of[edge.producer], stage_of[edge.consumer]
+        if pair[0] != pair[1]:
+            result[pair] = result.get(pair, 0.0) + edge.bytes_per_row
+    return dict(sorted(result.items()))
+
+
+def _short_remat(remat: tuple[str, ...]) -> str | list[str]:
+    return remat[0] if len(set(remat)) == 1 else list(remat)
+
+
+def _indent_shallow(data: Any, depth: int = 0) -> str:
+    """JSON with objects and lists of objects spread over lines and lists of numbers on one."""
+    pad = "  " * (depth + 1)
+    if isinstance(data, Mapping):
+        parts = [f"{json.dumps(str(k))}: {_indent_shallow(v, depth + 1)}" for k, v in data.items()]
+        flat = all(not isinstance(v, (Mapping, list, tuple)) for v in data.values())
+        brackets = "{}"
+    elif isinstance(data, (list, tuple)):
+        parts = [_indent_shallow(v, depth + 1) for v in data]
+        flat = all(not isinstance(v, (Mapping, list, tuple)) for v in data)
+        brackets = "[]"
+    else:
+        return json.dumps(data)
+    if flat and sum(map(len, parts)) < 90:
+        return brackets[0] + ", ".join(parts) + brackets[1]
+    body = ",".join(f"\n{pad}{part}" for part in parts)
+    return f"{brackets[0]}{body}\n{pad[2:]}{brackets[1]}"
+
+
+def _table(plan: Plan) -> str:
+    """The plan as a text table."""
+    rows = [("stage", "segments", "group", "devices", "axes", "rows", "remat")]
+    for s, stage in enumerate(plan.stages):
+        for k, m in enumerate(stage.members):
+            axes = " ".join(f"{a}={n}" for a, n in m.axes.items() if n > 1) or "-"
+            rows.append(
+                (
+                    str(s) if k == 0 else "",
+                    f"{stage.segments[0]}-{stage.segments[1] - 1}" if k == 0 else "",
+                    m.group,
+                    _ranges(m.devices),
+                    axes,
+                    f"{m.num_rows}",
+                    "/".join(dict.fromkeys(m.remat)),
+                )
+            )
+    head = (
+        f"Plan for cluster {plan.cluster.name!r}: {plan.num_segments} segments in {len(plan.stages)} "
+        f"{'stage' if len(plan.stages) == 1 else 'stages'}, schedule {plan.schedule}, "
+        f"{plan.num_microbatches} microbatches of "
+        f"{plan.microbatch_rows} rows (global batch {plan.global_batch})"
+    )
+    parts = [head, "", columns(rows)]
+    report = plan.predicted.get("report")
+    if report:
+        parts += ["", str(report)]
+    return "\n".join(parts)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as aligned columns; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,6` for (0, 1, 2, 3, 6)."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
