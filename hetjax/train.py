@@ -27,8 +27,8 @@ CHECKPOINTS = "checkpoints"
 # Steps whose metrics may be outstanding: the host dispatches that far ahead of the devices.
 NUM_AHEAD = 2
 _NON_FINITE_HELP = (
-    "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.clip_norm; go on with --resume "
-    "or begin anew."
+    "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.clip_norm; go on with "
+    "--resume or begin anew."
 )
 
 

@@ -118,17 +118,12 @@ class FakeData:
 def run(tmp_path, *, trainer=None, resume=False, learning_rate=None, **settings):
     """Run a loop and return its summary and what it printed."""
     trainer, data, stream = trainer or FakeTrainer(), FakeData(), io.StringIO()
-    settings = {
-        "num_steps": 10,
-        "eval_every": None,
-        "checkpoint_every": None,
-        "tensorboard": False,
-    } | settings
+    fast = {"num_steps": 10, "eval_every": None, "checkpoint_every": None, "tensorboard": False}
     job = Job(
         trainer=trainer,
         batches=data,
         validation=lambda: [FakeData.at(1001), FakeData.at(1002)],
-        settings=TrainConfig(**settings),
+        settings=TrainConfig.model_validate(fast | settings),
         num_tokens_per_step=8,
         validation_bytes=32,
         learning_rate=learning_rate,
