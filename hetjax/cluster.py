@@ -54,7 +54,9 @@ class Group(_Frozen):
         compute_dtype: Dtype of the group's computations; None takes the kind's.
         tflops: Achieved dense TFLOP/s per device; None estimates it from the kind.
         devices_per_host: None means that one host holds the whole group.
-        intra_bandwidth_gb_per_s: Between two devices of the group, per direction; None takes the kind's.
+        intra_bandwidth_gb_per_s: Between two devices of a host, per direction; None takes the kind's.
+        inter_host_bandwidth_gb_per_s: Between two hosts of the group, per direction; None takes
+            `intra_bandwidth_gb_per_s`.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Group(_Frozen):
     tflops: Positive | None = None
     devices_per_host: Annotated[int, pydantic.Field(ge=1)] | None = None
     intra_bandwidth_gb_per_s: Positive | None = None
+    inter_host_bandwidth_gb_per_s: Positive | None = None
 
     @pydantic.field_validator("kind")
     @classmethod
@@ -105,10 +108,11 @@ class Group(_Frozen):
         gib = self.memory_gib or self.device_kind.usable_memory_gib
         return None if gib is None else gib * GIB
 
-    @property
-    def intra_link(self) -> Link:
-        """What joins two devices of the group."""
-        bandwidth = self.intra_bandwidth_gb_per_s or self.device_kind.intra_bandwidth_gb_per_s
+    def inner_link(self, num_devices: int) -> Link:
+        """The narrowest way among the first `num_devices` devices of a host, or of several hosts."""
+        bandwidth = self.intra_bandwidth_gb_per_s or float(self.device_kind.intra_bandwidth_gb_per_s)
+        if self.devices_per_host and num_devices > self.devices_per_host:
+            bandwidth = min(bandwidth, self.inter_host_bandwidth_gb_per_s or bandwidth)
         return Link(between=(self.name, self.name), bandwidth_gb_per_s=bandwidth, latency_us=10.0)
 
 
@@ -272,7 +276,7 @@ class Cluster(_Frozen):
     def link(self, a: str, b: str) -> Link:
         """What joins groups `a` and `b`; within one group, its own interconnect."""
         if a == b:
-            return self.group(a).intra_link
+            return self.group(a).inner_link(self.group(a).num_devices)
         for link in self.links:
             if set(link.between) == {a, b}:
                 return link

@@ -180,13 +180,13 @@ class AnalyticCosts:
         tp, fsdp = axes.get("tp", 1), axes.get("fsdp", 1)
         copied = param_bytes / tp * DTYPE_BYTES[group.dtype] / 4
         cast = 0.0 if group.dtype == "float32" else (param_bytes / (tp * fsdp) + copied) / _memory_rate(group)
-        return cast + _ring_s(copied, group, fsdp, times=1)
+        return cast + _ring_s(copied, group, axes, "fsdp", times=1)
 
     def reduce_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
         """Reduce the gradients over `dp` and `fsdp`, once a step."""
         shard = param_bytes / axes.get("tp", 1)
-        fsdp, dp = axes.get("fsdp", 1), axes.get("dp", 1)
-        return _ring_s(shard, group, fsdp, times=1) + _ring_s(shard / fsdp, group, dp, times=2)
+        scatter = _ring_s(shard, group, axes, "fsdp", times=1)
+        return scatter + _ring_s(shard / axes.get("fsdp", 1), group, axes, "dp", times=2)
 
     def update_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
         """Optimizer update, once a step: reads and writes parameters and moments, reads the gradient."""
@@ -219,7 +219,7 @@ class AnalyticCosts:
         memory = passes * touched * size / _memory_rate(group)
         # Two all-reduces of the boundary a pass: after attention and after the MLP.
         boundary = segment.boundary_bytes_per_row * local_rows * size
-        return max(compute, memory) + 2 * passes * _ring_s(boundary, group, tp, times=2)
+        return max(compute, memory) + 2 * passes * _ring_s(boundary, group, axes, "tp", times=2)
 
 
 def _memory_rate(group: Group) -> Number:
@@ -232,11 +232,13 @@ def _dispatch_s(group: Group, axes: Mapping[str, int]) -> Number:
     return DISPATCH_CPU_MESH_S if several and group.jax_platform == "cpu" else DISPATCH_S
 
 
-def _ring_s(num_bytes: Number, group: Group, size: int, *, times: int) -> Number:
-    """A ring over `size` devices that passes the whole array `times` times (2 for an all-reduce)."""
+def _ring_s(num_bytes: Number, group: Group, axes: Mapping[str, int], axis: str, *, times: int) -> Number:
+    """A ring over one axis that passes the whole array `times` times (2 for an all-reduce)."""
+    size = axes.get(axis, 1)
     if size <= 1:
         return 0.0
-    link = group.intra_link
+    inner = {"tp": 1, "fsdp": axes.get("tp", 1), "dp": axes.get("tp", 1) * axes.get("fsdp", 1)}[axis]
+    link = group.inner_link(size * inner)
     per_pass = (size - 1) / size * num_bytes / (link.bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE)
     return times * (per_pass + (size - 1) * link.latency_us * 1e-6)
 

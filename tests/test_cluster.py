@@ -1,9 +1,12 @@
+import pathlib
+
 import jax
 import pytest
 
 from hetjax.cluster import Cluster
 from hetjax.errors import UserError
 
+MESHES = pathlib.Path(__file__).parent.parent / "meshes"
 TWO = """
 description = "two"
 [groups.a100]
@@ -176,3 +179,20 @@ def test_detection_makes_a_group_of_each_kind(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda backend: [Fake("Quantum 9000")])
     with pytest.raises(UserError, match="Attached device 'Quantum 9000' .* is not in the catalogue"):
         Cluster.detect()
+
+
+@pytest.mark.parametrize("path", sorted(MESHES.glob("*.toml")), ids=lambda p: p.stem)
+def test_each_cluster_file_of_the_repository_is_read(path):
+    cluster = Cluster.load(path)
+    assert cluster.name == path.stem
+    assert cluster.description
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    for a in cluster.groups:
+        for b in cluster.groups:
+            assert cluster.link(a.name, b.name).bandwidth_gb_per_s > 0
+
+
+def test_devices_of_several_hosts_are_joined_by_the_slower_way():
+    group = Cluster.load(MESHES / "zorse_a.toml").group("a100")
+    assert group.inner_link(8).bandwidth_gb_per_s == 240
+    assert group.inner_link(16).bandwidth_gb_per_s == 10
