@@ -159,8 +159,8 @@ class TextData:
     """Batches by step, and the place in them.
 
     Every batch is a dict of arrays [rows, seq]: `tokens` and `targets` int32 (the tokens that follow),
-    `weights` float32 (1 where there is something to predict, 0 on padding), and if packed `segment_ids` (from 1
-    on in each row, 0 on padding) and `positions` (from the start of the segment) int32.
+    `weights` float32 (1 where there is something to predict, 0 on padding), and if packed `segment_ids` (from
+    1 on in each row, 0 on padding) and `positions` (from the start of the segment) int32.
 
     As an iterator it gives the training batches from `step` on, read ahead by threads.
 

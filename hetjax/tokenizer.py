@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -59,11 +60,11 @@ class Tokenizer(abc.ABC):
         """Encode one text; see `encode_batch`."""
         return self.encode_batch([text])[0]
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+    def decode_bytes(self, ids: Iterable[SupportsIndex]) -> bytes:
         """Return exactly the bytes that were encoded; specials stand for none."""
         return b"".join(self.pieces[i] for i in ids)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Decode for a person: a character that the ids hold only in part shows as U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -160,7 +161,7 @@ def check_vocab_size(vocab_size: int) -> None:
     if vocab_size < MIN_BPE_VOCAB:
         raise UserError(
             f"data.vocab_size = {vocab_size} is too small for a BPE tokenizer: 256 bytes, {NUM_SPECIALS} "
-            f'special tokens and one merge need {MIN_BPE_VOCAB}. Take a few thousand, or data.tokenizer = "bytes".'
+            f'special tokens and a merge need {MIN_BPE_VOCAB}. Raise it, or take data.tokenizer = "bytes".'
         )
 
 

@@ -4,19 +4,14 @@ The checks of annotations (jaxtyping, beartype) are hooked in by `--jaxtyping-pa
 """
 
 import functools
-import pathlib
 
 import jax
 import optax
 import optax.schedules._schedule
 
-CACHE = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "jax"
-
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def _leave_lenient(module, name):
