@@ -119,7 +119,9 @@ def _resolve_marks(eqns: Sequence[Any], outvars: Sequence[Any]) -> tuple[list[An
     return kept, sorted(set(cuts)), [resolve(a) for a in outvars]
 
 
-def _stacked_root(var: Any, defined: Mapping[Any, Any], params: Mapping[Any, int]) -> tuple[Any, int, list] | None:
+def _stacked_root(
+    var: Any, defined: Mapping[Any, Any], params: Mapping[Any, int]
+) -> tuple[Any, int, list] | None:
     """(parameter variable, stacked axis, casts to repeat on a slice in order) of what a slice is taken from."""
     axis, casts = 0, []
     while var not in params:
@@ -150,9 +152,16 @@ def _find_slices(eqns: Sequence[Any], params: Mapping[Any, int]) -> dict[Any, tu
         taken = defined.get(eqn.invars[0])
         if taken is None or taken.primitive.name != "slice":
             continue
-        starts, limits, shape = *(taken.params[k] for k in ("start_indices", "limit_indices")), taken.invars[0].aval.shape
+        starts, limits, shape = (
+            *(taken.params[k] for k in ("start_indices", "limit_indices")),
+            taken.invars[0].aval.shape,
+        )
         one = limits[0] == starts[0] + 1 and taken.params["strides"] in (None, (1,) * len(shape))
-        root = _stacked_root(taken.invars[0], defined, params) if one and tuple(limits[1:]) == shape[1:] else None
+        root = (
+            _stacked_root(taken.invars[0], defined, params)
+            if one and tuple(limits[1:]) == shape[1:]
+            else None
+        )
         if root:
             found[eqn.outvars[0]] = (root[0], root[1], starts[0], root[2])
     return found
@@ -200,6 +209,24 @@ def expose_pieces(
     return out, {v: p for p, v in made.items()}
 
 
+_DRAWS = ("random_", "rng_", "threefry")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowModel:
+    """How a program's values follow the rows; found once, and the same at every number of rows.
+
+    Attributes:
+        follows: By boundary value.
+        draws: By number among the program's drawing equations, the row dim of those drawn for the rows.
+        inner_draws: Whether rows are drawn for inside a loop or another inner function.
+    """
+
+    follows: tuple[Any, ...]
+    draws: Mapping[int, row_analysis.RowDim]
+    inner_draws: bool
+
+
 class Flat:
     """A traced loss as equations, divided at the cuts.
 
@@ -209,12 +236,19 @@ class Flat:
         results: Atom by result name: `loss.total`, `loss.weight`, `<metric>.total`, `<metric>.weight`.
         result_segment: The segment that makes each result.
         consts: Captured arrays.
-        report: Row analysis of the whole trace.
         rows: Rows of the batch that it was traced with.
     """
 
     def __init__(
-        self, closed: Any, *, num_params: int, num_batch: int, result_names: Sequence[str], frozen: Sequence[bool], rows: int
+        self,
+        closed: Any,
+        *,
+        num_params: int,
+        num_batch: int,
+        result_names: Sequence[str],
+        frozen: Sequence[bool],
+        rows: int,
+        row_model: RowModel | None = None,
     ) -> None:
         """Divide a flattened closed jaxpr whose inputs are parameters, batch leaves and, last, maybe a key.
 
@@ -225,6 +259,7 @@ class Flat:
             result_names: A name for each output.
             frozen: For each parameter leaf, whether it gets no gradient.
             rows: Rows of the batch.
+            row_model: Of an earlier trace of the same loss; None where nothing is to be run with this one.
         """
         inner, consts = jaxprs.open_jaxpr(closed)
         self.rows, self.consts, self._frozen = rows, list(consts), list(frozen)
@@ -234,10 +269,7 @@ class Flat:
         self._roles |= {v: Data("batch", i) for i, v in enumerate(batch)}
         self._roles |= {v: Data("rng") for v in inner.invars[num_params + num_batch :]}
         self._roles |= {v: Data("const", i) for i, v in enumerate(inner.constvars)}
-        led = [row_analysis.RowDim(0, 1, 1) if v.aval.ndim and v.aval.shape[0] == rows else None for v in batch]
-        leading = [None] * num_params + led + [None] * (len(inner.invars) - num_params - num_batch)
-        self.report = row_analysis.analyse(inner, rows, leading)
-        self._random_rows = dict(self.report.random_rows)
+        self._row_model = row_model
         eqns, pieces = expose_pieces(inner.eqns, inner.outvars, params)
         eqns, cuts, outvars = _resolve_marks(eqns, inner.outvars)
         self._roles |= pieces
@@ -275,7 +307,12 @@ class Flat:
             n: last if jaxprs.is_literal(a) else self._made_in.get(a, last) for n, a in self.results.items()
         }
         made = [v for e in self.eqns for v in e.outvars if v in crossing]
-        self.values = [Value(v, self._made_in[v], tuple(sorted(crossing[v])), self.report.of(v)) for v in made]
+        model = self._row_model
+        follows = model.follows if model and len(model.follows) == len(made) else (None,) * len(made)
+        self.values = [
+            Value(v, self._made_in[v], tuple(sorted(crossing[v])), f)
+            for v, f in zip(made, follows, strict=True)
+        ]
         self._value_ids = {value.var: i for i, value in enumerate(self.values)}
 
     def depends_on_params(self, atom: Any) -> bool:
@@ -292,25 +329,29 @@ class Flat:
     def unit(self, start: int, stop: int) -> Unit:
         """Extract segments `start` to `stop` (exclusive) as one function."""
         outputs = [
-            i for i, v in enumerate(self.values) if start <= v.producer < stop and any(c >= stop for c in v.consumers)
+            i
+            for i, v in enumerate(self.values)
+            if start <= v.producer < stop and any(c >= stop for c in v.consumers)
         ]
         results = [n for n, s in self.result_segment.items() if start <= s < stop]
         output_vars = [self.values[i].var for i in outputs]
         atoms = [self.results[n] for n in results]
         given = {v.var for v in self.values if v.producer < start}
         eqns, free = jaxprs.prune(self.eqns, [*output_vars, *atoms], given)
-        eqns, literals = _lift_literals(eqns)
+        eqns, literals = lift_literals(eqns)
         inputs = [v for v in free if v in given]
         params = [v for v in free if isinstance(self._roles.get(v), Piece)]
         data = [v for v in free if isinstance(self._roles.get(v), Data)]
-        assert len(inputs) + len(params) + len(data) == len(free), "a segment reads a variable of unknown origin"
+        assert len(inputs) + len(params) + len(data) == len(free), (
+            "a segment reads a variable of unknown origin"
+        )
         roles = [self._roles[v] for v in data] + [r for _, r in literals]
         data += [v for v, _ in literals]
         key = jaxprs.equations_key(eqns, [*params, *inputs, *data], [*output_vars, *atoms])
         traits = (
             [self._frozen[self._roles[v].leaf] for v in params],
-            [str(self.report.of(v)) for v in [*inputs, *output_vars]],
-            [str(self.report.of(v)) if r.kind == "batch" else r.kind for v, r in zip(data, roles, strict=True)],
+            [str(self.values[i].follows) for i in [*map(self._value_ids.get, inputs), *outputs]],
+            [r.kind for r in roles],
             results,
         )
         return Unit(
@@ -330,13 +371,26 @@ class Flat:
             jaxprs.text_key(key, traits),
         )
 
-    def random_rows(self, unit: Unit) -> dict[Any, Any]:
+    def random_rows(self, unit: Unit) -> dict[Any, row_analysis.RowDim]:
         """The variables of a unit that hold random draws with a row dim, each with that dim."""
+        if self._row_model is None:
+            return {}
         made = {v for e in unit.eqns for v in e.outvars}
-        return {v: d for v, d in self._random_rows.items() if v in made}
+        draws = [e for e in self.eqns if e.primitive.name.startswith(_DRAWS)]
+        return {draws[i].outvars[0]: d for i, d in self._row_model.draws.items() if draws[i].outvars[0] in made}
+
+    def read_report(self, report: row_analysis.RowsReport) -> RowModel:
+        """Put what the row analysis of this trace found in terms that hold for every trace."""
+        numbers: dict[Any, int] = {}
+        for eqn in self.eqns:
+            if eqn.primitive.name.startswith(_DRAWS):
+                numbers[eqn.outvars[0]] = len(numbers)
+        found = {numbers[v]: d for v, d in report.random_rows if v in numbers}
+        follows = tuple(report.of(v.var) for v in self.values)
+        return RowModel(follows, found, len(found) < len(report.random_rows))
 
 
-def _lift_literals(eqns: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Data]]]:
+def lift_literals(eqns: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Data]]]:
     """Make the integers that are folded into keys inputs, so that layers that differ in them alone are of one class."""
     out, lifted = [], []
     for eqn in eqns:

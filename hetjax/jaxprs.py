@@ -21,7 +21,14 @@ from hetjax.marks import CUT
 Atom = Any  # jex.Var | jex.Literal
 Rule = Callable[[Any, list[Any]], Any]
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "call"}
-_INLINED_WITH_MARK = {"remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_INLINED_WITH_MARK = {
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
 
 
 def is_literal(atom: Atom) -> bool:
@@ -59,7 +66,9 @@ def close(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Atom]) -
 
 
 def _is_call(eqn: Any) -> bool:
-    return any(True for _ in inner_jaxprs(eqn)) or any(k in eqn.params for k in ("bwd", "jvp_jaxpr_fun", "jvp"))
+    return any(True for _ in inner_jaxprs(eqn)) or any(
+        k in eqn.params for k in ("bwd", "jvp_jaxpr_fun", "jvp")
+    )
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -117,7 +126,11 @@ def scan_layout(eqn: Any) -> tuple[int, int, int]:
 
 def _unroll(eqn: Any, args: list[Any], run: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     num_consts, num_carry, _ = scan_layout(eqn)
-    consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
+    consts, carry, xs = (
+        args[:num_consts],
+        args[num_consts : num_consts + num_carry],
+        args[num_consts + num_carry :],
+    )
     length = eqn.params["length"]
     order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
     ys: list[Any] = [None] * length
@@ -168,7 +181,9 @@ def inline(closed: Any) -> Any:
     return flat(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars])
 
 
-def prune(eqns: Sequence[Any], outvars: Sequence[Atom], stop: Iterable[Any] = ()) -> tuple[list[Any], list[Any]]:
+def prune(
+    eqns: Sequence[Any], outvars: Sequence[Atom], stop: Iterable[Any] = ()
+) -> tuple[list[Any], list[Any]]:
     """Keep the equations that `outvars` need.
 
     Args:
@@ -227,7 +242,9 @@ def _rule_key(eqn: Any) -> str:
 
     traced, consts = open_jaxpr(jax.make_jaxpr(derivative)(*specs))
     kept, _ = prune(traced.eqns, traced.outvars)
-    return equations_key(kept, [*traced.constvars, *traced.invars], traced.outvars, rules=False) + str(len(consts))
+    return equations_key(kept, [*traced.constvars, *traced.invars], traced.outvars, rules=False) + str(
+        len(consts)
+    )
 
 
 def _param_key(value: Any, rules: bool) -> str:
@@ -263,10 +280,16 @@ def equations_key(
     for eqn in eqns:
         params = eqn.params
         text = [eqn.primitive.name, *(atom(a) for a in eqn.invars)]
-        text += [f"{k}:{_param_key(params[k], rules)}" for k in sorted(params) if k not in ("jvp", "fwd", "bwd", "name")]
+        text += [
+            f"{k}:{_param_key(params[k], rules)}"
+            for k in sorted(params)
+            if k not in ("jvp", "fwd", "bwd", "name")
+        ]
         if eqn.primitive.name == "name":
             text.append(params["name"])
-        if rules and any(k in params for k in ("bwd", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")):
+        if rules and any(
+            k in params for k in ("bwd", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")
+        ):
             text.append(_rule_key(eqn))
         for v in eqn.outvars:
             names[v] = len(names)
@@ -305,8 +328,27 @@ def _conv_flops(eqn: Any) -> float:
 
 
 _MOVES = {
-    *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "gather", "pad"),
-    *("concatenate", "convert_element_type", "copy", "name", "stop_gradient", "iota", "rev", "sharding_constraint"),
+    *(
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "dynamic_slice",
+        "gather",
+        "pad",
+    ),
+    *(
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "name",
+        "stop_gradient",
+        "iota",
+        "rev",
+        "sharding_constraint",
+    ),
     *("split", "dynamic_update_slice", "optimization_barrier", "bitcast_convert_type", "select_n"),
 }
 

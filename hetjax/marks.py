@@ -50,7 +50,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         )
     bad = [n for n in names if n is not None and ("," in n or ":" in n)]
     if bad:
-        raise ValueError(f"hetjax.constrain got the axis name {bad[0]!r}. A name may hold neither ',' nor ':'.")
+        raise ValueError(
+            f"hetjax.constrain got the axis name {bad[0]!r}. A name may hold neither ',' nor ':'."
+        )
     return checkpoint_name(x, CONSTRAIN + ",".join(n or "" for n in names))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hetjax import jaxprs, rows as row_analysis, segments
 from hetjax.errors import UserError
-from hetjax.flat import Flat, Piece, Unit
+from hetjax.flat import Flat, Piece, RowModel, Unit
 from hetjax.marks import Mean
 
 RowsMode = Literal["auto", "split", "whole"]
@@ -118,21 +118,46 @@ class Program:
         self.leaf_specs = [leaf for _, leaf in with_path]
         self.leaf_paths = [path_string(path) for path, _ in with_path]
         if not with_path or len(set(self.leaf_paths)) != len(with_path):
-            raise UserError("init_fn has to return a pytree of arrays, each under a path of its own; it returned "
-                            f"{len(with_path)} arrays under {len(set(self.leaf_paths))} paths.")
+            raise UserError(
+                "init_fn has to return a pytree of arrays, each under a path of its own; it returned "
+                f"{len(with_path)} arrays under {len(set(self.leaf_paths))} paths."
+            )
         self.frozen = [
             not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(frozen and frozen(path))
             for path, leaf in zip(self.leaf_paths, self.leaf_specs, strict=True)
         ]
         self._flats: dict[tuple, Flat] = {}
         self.rows_mode = "whole" if rows == "whole" else "split"
-        self.main = self.flat(self.global_batch)
-        if not self.main.num_segments:
-            raise UserError("loss_fn never combines its parameters with its batch, so there is nothing to train.")
-        self._check_results()
-        if rows == "auto":
-            row_analysis.check(self.main.report)
+        self.row_model: RowModel | None = None
+        self._analyse(rows)
         self._place_params()
+
+    def _analyse(self, mode: RowsMode) -> None:
+        """Trace at two numbers of rows, tell how values follow them, and hold the results against `mode`."""
+        first = max(self.global_batch, 2)
+        closed, names = self._closed(first, None, True, cast_batch=False)
+        flat = self._flat(closed, names, first)
+        if not flat.num_segments:
+            raise UserError(
+                "loss_fn never combines its parameters with its batch, so there is nothing to train."
+            )
+        try:
+            other = self._closed(2 * first, None, True, cast_batch=False)[0]
+        except Exception:  # a model may be written for one number of rows; then one trace has to do
+            other = None
+        inner, _ = jaxprs.open_jaxpr(closed)
+        led = [row_analysis.RowDim(0, 1, 1) if leaf.shape else None for leaf in self.batch_leaves]
+        num_params = len(self.leaf_specs)
+        leading = [None] * num_params + led + [None] * (len(inner.invars) - num_params - len(led))
+        report = row_analysis.analyse(closed, first, leading, other=other, other_rows=2 * first if other else None)
+        if mode == "auto":
+            for i in range(0, len(names), 2):
+                name = names[i].rsplit(".", 1)[0]
+                what = "The loss" if name == "loss" else f"The metric {name!r}"
+                row_analysis.check(report, inner.outvars[i], inner.outvars[i + 1], what)
+        self.row_model = flat.read_report(report)
+        self.main = self._flats[first, None, True] = self._flat(closed, names, first)
+        self._check_results()
 
     # -- tracing ------------------------------------------------------------------------------------------------
 
@@ -168,12 +193,31 @@ class Program:
             flat = self._trace(rows, dtype, training, cast_batch=False)
             if dtype and not any(v.var.aval.dtype == jnp.dtype(dtype) for v in flat.values):
                 flat = self._trace(rows, dtype, training, cast_batch=True)
-            if hasattr(self, "main") and training:
+            if training:
                 self._check_same_cuts(flat, rows, dtype)
             self._flats[key] = flat
         return self._flats[key]
 
     def _trace(self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Flat:
+        closed, names = self._closed(num_rows, dtype, training, cast_batch=cast_batch)
+        return self._flat(closed, names, num_rows)
+
+    def _flat(self, closed: Any, names: Sequence[str], num_rows: int) -> Flat:
+        return Flat(
+            closed,
+            num_params=len(self.leaf_specs),
+            num_batch=len(self.batch_leaves),
+            result_names=names,
+            frozen=self.frozen,
+            rows=num_rows,
+            row_model=self.row_model,
+        )
+
+    def _closed(
+        self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool
+    ) -> tuple[Any, list[str]]:
+        """The flattened jaxpr of the loss at a number of rows, and the names of its results."""
+
         def cast(leaf: Any) -> Any:
             return leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
@@ -194,18 +238,13 @@ class Program:
         params = jax.tree.unflatten(self.params_treedef, [at_compute_dtype(leaf) for leaf in self.leaf_specs])
         batch = jax.tree.unflatten(
             self.batch_treedef,
-            [jax.ShapeDtypeStruct((num_rows, *b.shape[1:]) if b.shape else (), b.dtype) for b in self.batch_leaves],
+            [
+                jax.ShapeDtypeStruct((num_rows, *b.shape[1:]) if b.shape else (), b.dtype)
+                for b in self.batch_leaves
+            ],
         )
         key = (self.key_spec,) if takes_rng and training else ()
-        closed = jaxprs.inline(jax.make_jaxpr(function)(params, batch, *key))
-        return Flat(
-            closed,
-            num_params=len(self.leaf_specs),
-            num_batch=len(self.batch_leaves),
-            result_names=names,
-            frozen=self.frozen,
-            rows=num_rows,
-        )
+        return jaxprs.inline(jax.make_jaxpr(function)(params, batch, *key)), names
 
     def _check_same_cuts(self, flat: Flat, num_rows: int, dtype: str | None) -> None:
         def shape(f: Flat) -> list:
@@ -227,7 +266,9 @@ class Program:
                     "tokens): compute it from the batch, or wrap it in jax.lax.stop_gradient and a constant."
                 )
         if not self.main.depends_on_params(self.main.results["loss.total"]):
-            raise UserError("The loss depends on no parameter that is trained: nothing would change. Check `frozen`.")
+            raise UserError(
+                "The loss depends on no parameter that is trained: nothing would change. Check `frozen`."
+            )
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -303,7 +344,7 @@ class Program:
         for value in self.main.values:
             for consumer in value.consumers:
                 pair = (value.producer, consumer)
-                total[pair] = total.get(pair, 0.0) + _num_bytes(value.var.aval) / self.global_batch
+                total[pair] = total.get(pair, 0.0) + _num_bytes(value.var.aval) / self.main.rows
         return [Edge(p, c, b) for (p, c), b in sorted(total.items())]
 
     def segments(self) -> list[SegmentInfo]:
@@ -317,7 +358,7 @@ class Program:
             unit = self.main.unit(index, index + 1)
             if unit.key not in by_class:
                 kept = segments.kept_bytes(self.main, unit, ("none", "dots", "full"))
-                by_class[unit.key] = {k: v / self.global_batch for k, v in kept.items()}
+                by_class[unit.key] = {k: v / self.main.rows for k, v in kept.items()}
             specs = [self.piece_spec(p) for p in unit.params]
             infos.append(
                 SegmentInfo(
@@ -326,8 +367,8 @@ class Program:
                     unit.key,
                     sum(math.prod(s.shape) for s in specs),
                     sum(map(_num_bytes, specs)),
-                    jaxprs.count_flops(unit.eqns) / self.global_batch,
-                    sum(_num_bytes(v.aval) for v in unit.output_vars) / self.global_batch,
+                    jaxprs.count_flops(unit.eqns) / self.main.rows,
+                    sum(_num_bytes(v.aval) for v in unit.output_vars) / self.main.rows,
                     by_class[unit.key],
                 )
             )
@@ -355,9 +396,13 @@ class Program:
     def __str__(self) -> str:
         """A table: segment, class, parameters, boundary bytes, FLOPs."""
         letters: dict[str, str] = {}
-        lines = [f"{self.num_segments} segments, {sum(math.prod(s.shape) for s in self.leaf_specs):,} parameters, "
-                 f"{self.global_batch} rows a step"]
-        lines.append(f"{'':>3} {'segment':<44} {'class':<6} {'parameters':>13} {'boundary KiB/row':>17} {'forward MFLOP/row':>18}")
+        lines = [
+            f"{self.num_segments} segments, {sum(math.prod(s.shape) for s in self.leaf_specs):,} parameters, "
+            f"{self.global_batch} rows a step"
+        ]
+        lines.append(
+            f"{'':>3} {'segment':<44} {'class':<6} {'parameters':>13} {'boundary KiB/row':>17} {'forward MFLOP/row':>18}"
+        )
         for s in self._segments:
             letter = letters.setdefault(s.segment_class, _letters(len(letters)))
             lines.append(

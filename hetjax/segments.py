@@ -32,10 +32,14 @@ def checkpoint_policy(remat: str) -> Callable | None:
         return None
     policies = jax.checkpoint_policies
     named = {"full": policies.nothing_saveable, "dots": policies.dots_with_no_batch_dims_saveable}
-    known = [n for n in dir(policies) if n.endswith("saveable") or n.startswith(("dots", "everything", "nothing"))]
+    known = [
+        n for n in dir(policies) if n.endswith("saveable") or n.startswith(("dots", "everything", "nothing"))
+    ]
     policy = named.get(remat) or (getattr(policies, remat) if remat in known else None)
     if policy is None:
-        raise UserError(f"The remat policy {remat!r} is unknown. Allowed: none, full, dots, {', '.join(sorted(known))}.")
+        raise UserError(
+            f"The remat policy {remat!r} is unknown. Allowed: none, full, dots, {', '.join(sorted(known))}."
+        )
     return policy
 
 
@@ -57,7 +61,9 @@ def flatten_dot(eqn: Any, args: list[Any]) -> list[Any] | None:
     inner = math.prod(lhs.shape[d] for d in lhs_contract)
     merged = [math.prod(batch)] if num_batch else []
     left = jnp.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract)).reshape(*merged, math.prod(rows), inner)
-    right = jnp.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free)).reshape(*merged, inner, math.prod(columns))
+    right = jnp.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free)).reshape(
+        *merged, inner, math.prod(columns)
+    )
     dims = (((num_batch > 0) + 1,), ((num_batch > 0) + 0,)), (((0,), (0,)) if num_batch else ((), ()))
     keep = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
     return [jax.lax.dot_general(left, right, dims, **keep).reshape(*batch, *rows, *columns)]
@@ -132,7 +138,9 @@ class UnitFunction:
     def run(self, params: list, inputs: list, data: list, offset: Any) -> tuple[list, list]:
         """Evaluate the unit. Returns its outputs and its results."""
         unit = self.unit
-        env = dict(zip((*unit.param_vars, *unit.input_vars, *unit.data_vars), (*params, *inputs, *data), strict=True))
+        env = dict(
+            zip((*unit.param_vars, *unit.input_vars, *unit.data_vars), (*params, *inputs, *data), strict=True)
+        )
         out = jaxprs.evaluate(unit.eqns, env, [*unit.output_vars, *unit.result_atoms], self._rules(offset))
         num_outputs = len(unit.outputs)
         return out[:num_outputs], [jnp.asarray(r) for r in out[num_outputs:]]
@@ -168,7 +176,9 @@ class UnitFunction:
         whole = (*shape[:dim], outer * self.setting.microbatch_rows * inner, *shape[dim + 1 :])
         drawn = eqn.primitive.bind(*args, **(eqn.params | {"shape": whole}))
         extra = drawn.shape[len(shape) :]
-        split = drawn.reshape(*shape[:dim], outer, self.setting.microbatch_rows, inner, *shape[dim + 1 :], *extra)
+        split = drawn.reshape(
+            *shape[:dim], outer, self.setting.microbatch_rows, inner, *shape[dim + 1 :], *extra
+        )
         own = jax.lax.dynamic_slice_in_dim(split, offset, self.flat.rows, axis=dim + 1)
         return [own.reshape(*shape, *extra)]
 
@@ -192,10 +202,16 @@ class UnitFunction:
 
         if self._policy is not None:
             f = jax.checkpoint(f, policy=self._policy, prevent_cse=False)
-        still = ([None if i in self.moving_params else p for i, p in enumerate(params)],
-                 [None if i in self.moving_inputs else x for i, x in enumerate(inputs)], data, offset)
+        still = (
+            [None if i in self.moving_params else p for i, p in enumerate(params)],
+            [None if i in self.moving_inputs else x for i, x in enumerate(inputs)],
+            data,
+            offset,
+        )
         _, pull, (outputs, results) = jax.vjp(
-            lambda p, x: f(p, x, still), [params[i] for i in self.moving_params], [inputs[i] for i in self.moving_inputs],
+            lambda p, x: f(p, x, still),
+            [params[i] for i in self.moving_params],
+            [inputs[i] for i in self.moving_inputs],
             has_aux=True,
         )
         return outputs, results, pull
