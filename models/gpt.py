@@ -100,11 +100,11 @@ class Attention(nnx.Module):
         self.value = _linear(embed, embed, ("embed", "heads"), 0.02, rngs)
         self.out = _linear(embed, embed, ("heads", "embed"), residual_scale, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Mix the tokens of each row; `[rows, seq, embed]` to the same, `mask` `[1 or rows, 1, seq, seq]`."""
-        return (self._flat if self.config.form == "flat" else self._naive)(x, mask)
+    def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
+        """Mix the tokens of each row; `[rows, seq, embed]` to the same, `bias` `[1 or rows, 1, seq, seq]`."""
+        return (self._flat if self.config.form == "flat" else self._naive)(x, bias)
 
-    def _flat(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def _flat(self, x: jax.Array, bias: jax.Array) -> jax.Array:
         rows, seq, embed = x.shape
         x = x.reshape(rows * seq, embed)
 
@@ -113,12 +113,11 @@ class Attention(nnx.Module):
             return hetjax.constrain(y, "batch", "heads", None, None)
 
         query, key, value = (split_heads(layer(x)) for layer in (self.query, self.key, self.value))
-        query = query * self.config.head_dim**-0.5
-        weights = common.masked_softmax(query @ key.transpose(0, 1, 3, 2), mask)
-        mixed = (weights @ value).transpose(0, 2, 1, 3)
-        return self.out(mixed.reshape(rows * seq, embed)).reshape(rows, seq, embed)
+        mixed = common.causal_attention(query * self.config.head_dim**-0.5, key, value, bias)
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(rows * seq, embed)
+        return self.out(mixed).reshape(rows, seq, embed)
 
-    def _naive(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def _naive(self, x: jax.Array, bias: jax.Array) -> jax.Array:
         rows, seq, embed = x.shape
         shape = (rows, seq, self.config.num_heads, self.config.head_dim)
         query, key, value = (
@@ -126,7 +125,8 @@ class Attention(nnx.Module):
             for layer in (self.query, self.key, self.value)
         )
         query = query * self.config.head_dim**-0.5
-        weights = common.masked_softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key), mask)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) + bias
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(rows, seq, embed))
 
 
@@ -159,10 +159,10 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.embed_dim, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, rng: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, bias: jax.Array, rng: jax.Array | None) -> jax.Array:
         """`[rows, seq, embed]` to the same; `rng` None turns dropout off."""
         rngs = (None, None) if rng is None else jax.random.split(rng)
-        x = x + common.dropout(self.attention(self.attention_norm(x), mask), self.config.dropout, rngs[0])
+        x = x + common.dropout(self.attention(self.attention_norm(x), bias), self.config.dropout, rngs[0])
         if self.config.cuts == "half":
             x = hetjax.cut(x)
         x = x + common.dropout(self.mlp(self.mlp_norm(x)), self.config.dropout, rngs[1])
@@ -194,13 +194,13 @@ class GPT(nnx.Module):
         Returns:
             `[rows, seq, vocab]` in the parameters' dtype.
         """
-        mask, positions = common.attention_mask(batch), common.token_positions(batch)
+        bias, positions = common.attention_bias(batch), common.token_positions(batch)
         num_keys = self.config.num_layers + 1
         rngs = [None if rng is None else jax.random.fold_in(rng, i) for i in range(num_keys)]
         x = self.tokens(batch["tokens"]) + self.positions(positions)
         x = hetjax.cut(common.dropout(x, self.config.dropout, rngs[-1]))
         for i, block in enumerate(self.blocks):
-            x = block(x, mask, rngs[i])
+            x = block(x, bias, rngs[i])
             if self.config.ends_part(i):
                 x = hetjax.cut(x)
         return self._logits(self.norm(x))

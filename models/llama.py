@@ -1,8 +1,7 @@
 """Llama in flax linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Written as XLA on CPU likes it (see `models/gpt.py`): dense layers on `[rows * seq, embed]`, attention as one
-batched matrix product in which the query heads of a group stand behind each other along the sequence, so keys
-and values are never repeated. Everything is computed in the dtype of the parameters, except the norms'
+Written as XLA on CPU likes it (see `models/gpt.py`): dense layers on `[rows * seq, embed]`, attention as
+batched matrix products. Everything is computed in the dtype of the parameters, except the norms'
 statistics, the rotation, the softmax and the loss, which are in float32.
 
 Axis names of the parameters: "vocab", "embed", "heads" (query heads * head_dim), "kv" (key/value heads *
@@ -102,28 +101,26 @@ class Attention(nn.Module):
     config: LlamaConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, tables: Tables) -> jax.Array:
-        """Mix the tokens of each row; `[rows, seq, embed]` to the same, `mask` `[1 or rows, 1, seq, seq]`."""
+    def __call__(self, x: jax.Array, bias: jax.Array, tables: Tables) -> jax.Array:
+        """Mix the tokens of each row; `[rows, seq, embed]` to the same, `bias` `[1 or rows, 1, seq, seq]`."""
         config, (rows, seq, embed) = self.config, x.shape
-        head_dim, kv_heads, group = config.head_dim, config.kv_heads, config.num_heads // config.kv_heads
+        head_dim, kv_heads = config.head_dim, config.kv_heads
         x = x.reshape(rows * seq, embed)
 
         def split_heads(y: jax.Array, num_heads: int, name: str) -> jax.Array:
             y = y.reshape(rows, seq, num_heads, head_dim).transpose(0, 2, 1, 3)
             return hetjax.constrain(y, "batch", name, None, None)
 
-        query = _dense(config.num_heads * head_dim, ("embed", "heads"), "query")(x)
+        query = _dense(embed, ("embed", "heads"), "query")(x)
         key = _dense(kv_heads * head_dim, ("embed", "kv"), "key")(x)
         value = _dense(kv_heads * head_dim, ("embed", "kv"), "value")(x)
         query = split_heads(query, config.num_heads, "heads")
         key, value = split_heads(key, kv_heads, "kv"), split_heads(value, kv_heads, "kv")
         query, key = rotate(query * head_dim**-0.5, tables), rotate(key, tables)
-        scores = query.reshape(rows, kv_heads, group * seq, head_dim) @ key.transpose(0, 1, 3, 2)
-        scores = scores.reshape(rows, config.num_heads, seq, seq)
-        weights = common.masked_softmax(scores, mask).reshape(rows, kv_heads, group * seq, seq)
-        mixed = (weights @ value).reshape(rows, config.num_heads, seq, head_dim).transpose(0, 2, 1, 3)
-        out = _dense(embed, ("heads", "embed"), "out")(mixed.reshape(rows * seq, config.num_heads * head_dim))
-        return out.reshape(rows, seq, embed)
+        mixed = common.causal_attention(query, key, value, bias).transpose(0, 2, 1, 3)
+        return _dense(embed, ("heads", "embed"), "out")(mixed.reshape(rows * seq, embed)).reshape(
+            rows, seq, embed
+        )
 
 
 class MLP(nn.Module):
@@ -147,10 +144,10 @@ class Block(nn.Module):
     config: LlamaConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, tables: Tables) -> jax.Array:
+    def __call__(self, x: jax.Array, bias: jax.Array, tables: Tables) -> jax.Array:
         """`[rows, seq, embed]` to the same."""
         normed = RMSNorm(self.config.norm_eps, name="attention_norm")(x)
-        x = x + Attention(self.config, name="attention")(normed, mask, tables)
+        x = x + Attention(self.config, name="attention")(normed, bias, tables)
         if self.config.cuts == "half":
             x = hetjax.cut(x)
         x = x + MLP(self.config, name="mlp")(RMSNorm(self.config.norm_eps, name="mlp_norm")(x))
@@ -163,9 +160,9 @@ class ScannedBlock(nn.Module):
     config: LlamaConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, bias: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
         """`[rows, seq, embed]` to the same, and nothing stacked."""
-        return hetjax.cut(Block(self.config, name="block")(x, mask, tables)), None
+        return hetjax.cut(Block(self.config, name="block")(x, bias, tables)), None
 
 
 class Llama(nn.Module):
@@ -178,7 +175,7 @@ class Llama(nn.Module):
     def __call__(self, batch: common.Batch) -> jax.Array:
         """Score every next token of a batch (see `models.common`): `[rows, seq, vocab]`."""
         config = self.config
-        mask = common.attention_mask(batch)
+        bias = common.attention_bias(batch)
         tables = rotary_tables(common.token_positions(batch), config.head_dim, config.rope_theta)
         embedding_init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
         embedding = nn.Embed(self.vocab_size, config.embed_dim, embedding_init=embedding_init, name="tokens")
@@ -192,10 +189,10 @@ class Llama(nn.Module):
                 length=config.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x, _ = scan(config, name="blocks")(x, mask, tables)
+            x, _ = scan(config, name="blocks")(x, bias, tables)
         else:
             for i in range(config.num_layers):
-                x = Block(config, name=f"block_{i}")(x, mask, tables)
+                x = Block(config, name=f"block_{i}")(x, bias, tables)
                 if config.ends_part(i):
                     x = hetjax.cut(x)
         x = RMSNorm(config.norm_eps, name="norm")(x).reshape(-1, config.embed_dim)
@@ -210,7 +207,7 @@ def build(config: LlamaConfig, *, seq_len: int, vocab_size: int) -> common.Model
     module = Llama(config, vocab_size)
 
     def init_fn(key: jax.Array) -> Any:
-        return module.init(key, {"tokens": jnp.zeros((1, seq_len), jnp.int32)})
+        return module.init(key, {"tokens": jnp.zeros((1, 1), jnp.int32)})
 
     def apply(params: Any, batch: common.Batch, rng: jax.Array | None) -> jax.Array:
         del rng
