@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.errors import UserError
+from hetjax.program import path_string
 
 FORMAT_VERSION = 1
 ARRAY_PARTS = ("params", "opt_state")
@@ -256,7 +257,7 @@ def fill(target: Any, flat: Mapping[str, Any], where: Path | str = "given") -> A
     paths, treedef = jax.tree_util.tree_flatten_with_path(target)
     leaves = []
     for keys, leaf in paths:
-        name = path_name(keys)
+        name = path_string(keys)
         if name not in flat:
             known = ", ".join(sorted(flat)[:_SHOWN])
             raise UserError(f"The checkpoint {where} has no array {name!r}. It has {known}, ...")
@@ -265,11 +266,6 @@ def fill(target: Any, flat: Mapping[str, Any], where: Path | str = "given") -> A
             raise UserError(f"The checkpoint {where} has {name} of shape {have}, and {need} is needed.")
         leaves.append(flat[name])
     return jax.tree_util.tree_unflatten(treedef, leaves)
-
-
-def path_name(keys: tuple[Any, ...]) -> str:
-    """Write a key path of `jax.tree_util` as names joined by "/"."""
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class TrainConfig(Section):
         checkpoint_every: Steps between checkpoints; "none" writes one at the end only.
         max_checkpoints: How many of the latest are kept; "none" keeps all.
         log_every: Steps between lines where the output is no terminal.
-        timeline_every: Steps between those whose tasks are timed for the busy shares; "none" times no step.
-        loss_scale: Of float16 groups: "dynamic" where a group computes in float16, or "none".
+        timeline_every: Steps between those whose tasks are timed, for the busy shares; an early one is timed
+            in any case. The loop waits for such a step. "none" times no step.
         tensorboard: Whether to write event files.
     """
 
@@ -134,7 +134,6 @@ class TrainConfig(Section):
     max_checkpoints: PositiveInt | None = 3
     log_every: PositiveInt = 10
     timeline_every: PositiveInt | None = 50
-    loss_scale: Literal["dynamic", "none"] = "dynamic"
     tensorboard: bool = True
 
 

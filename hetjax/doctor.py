@@ -128,7 +128,7 @@ def versions() -> dict[str, str]:
 def measure_tflops(cluster: Cluster, attached: Mapping[str, Sequence[jax.Device]]) -> dict[str, float]:
     """Measure a matmul in each group's compute dtype, with all devices busy at once, as in training.
 
-    CPU devices share the machine's cores, so that measuring one alone would promise its cores to each of them.
+    CPU devices share the machine's cores, so that measuring one alone would promise all cores to each.
 
     Args:
         cluster: Says in which dtype a group computes.
@@ -217,8 +217,8 @@ def _about_groups(cluster: Cluster, attached: Mapping[str, Sequence[jax.Device]]
     num_cpu = sum(len(d) for name, d in attached.items() if cluster.group(name).jax_platform == "cpu")
     if num_cpu > num_cores():
         advice.append(
-            f"{num_cpu} CPU devices share {num_cores()} cores: right for trying a plan out, but the times say "
-            "nothing about real devices."
+            f"{num_cpu} CPU devices share {num_cores()} cores: right for trying a plan out, but the times "
+            "say nothing about real devices."
         )
     for name, devices in attached.items():
         limit, planned = _memory_gib(devices[0]), cluster.group(name).memory_gib
@@ -252,7 +252,8 @@ def surroundings() -> list[str]:
             f"One process sees devices of several kinds ({', '.join(sorted(kinds))}), which JAX does not "
             "handle reliably. Hide all but one kind with CUDA_VISIBLE_DEVICES."
         )
-    if not jax.config.read("jax_compilation_cache_dir"):
+    settings: Any = jax.config
+    if not settings.jax_compilation_cache_dir:
         advice.append(
             "Compiled programs are not kept between runs. To start faster: "
             "export JAX_COMPILATION_CACHE_DIR=~/.cache/jax"

@@ -66,11 +66,13 @@ class StepClock:
         self._last = now_s
         self._warm = warm
 
-    def tick(self, now_s: float) -> float:
-        """End a step at `now_s` and return its length in seconds."""
+    def tick(self, now_s: float, *, counted: bool = True) -> float:
+        """End a step at `now_s` and return its length in seconds; averages leave out one not `counted`."""
         assert self._last is not None, "StepClock.restart begins the first interval"
         elapsed, self._last = now_s - self._last, now_s
-        if self._warm:
+        if not counted:
+            pass
+        elif self._warm:
             self._recent.append(elapsed)
             self._times.append(elapsed)
         else:

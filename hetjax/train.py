@@ -19,13 +19,16 @@ import numpy as np
 from hetjax import checkpoint
 from hetjax.checkpoint import Checkpointer, CheckpointError
 from hetjax.config import TrainConfig
-from hetjax.errors import UserError
 from hetjax.metrics import MetricsWriter, StepClock, bits_per_byte
 from hetjax.report import Display, Summary
 
 CHECKPOINTS = "checkpoints"
 # Steps whose metrics may be outstanding: the host dispatches that far ahead of the devices.
 NUM_AHEAD = 2
+# Compilation is over, and even a short run gets busy shares.
+_FIRST_TIMED_STEP = 3
+# A loss scale halves at every overflow: by then it has shrunk by 2**40, and overflow is not the cause.
+_MAX_SKIPPED_STEPS = 40
 _NON_FINITE_HELP = (
     "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.clip_norm; go on with "
     "--resume or begin anew."
@@ -56,7 +59,7 @@ class Trainer(Protocol):
         """Give the state in its canonical layout."""
         ...
 
-    def import_(self, exported: dict[str, Any]) -> Any:
+    def import_(self, saved: dict[str, Any], /) -> Any:
         """Place a state given in its canonical layout."""
         ...
 
@@ -180,6 +183,7 @@ class Loop:
         self._busy: list[Mapping[str, float]] = []
         self._validation: tuple[float, float | None] | None = None
         self._saved_step: int | None = None
+        self._num_skipped = 0
 
     def run(self, state: Any) -> Summary:
         """Train until the last step or until told to stop.
@@ -214,11 +218,15 @@ class Loop:
         self._clock.restart(time.perf_counter(), warm=False)
         while step < settings.num_steps and self._stop.received is None:
             batch = next(job.batches)
-            timed = _due(step + 1, settings.timeline_every)
-            state, metrics = job.trainer.step(state, batch, timeline=timed)
             step += 1
+            timed = _due(step, settings.timeline_every) or (
+                step == first + _FIRST_TIMED_STEP and settings.timeline_every is not None
+            )
+            if timed:  # alone on the devices
+                self._drain()
+            state, metrics = job.trainer.step(state, batch, timeline=timed)
             self._pending.append((step, metrics, timed))
-            while len(self._pending) > NUM_AHEAD:
+            while len(self._pending) > (0 if timed else NUM_AHEAD):
                 self._record()
             last = step == settings.num_steps
             validate = last or _due(step, settings.eval_every)
@@ -245,7 +253,7 @@ class Loop:
         """Wait for the oldest outstanding step's metrics, check them and show them."""
         step, metrics, timed = self._pending.popleft()
         values = dict(metrics.fetch())
-        elapsed = self._clock.tick(time.perf_counter())
+        elapsed = self._clock.tick(time.perf_counter(), counted=not timed)
         if timed:
             self._busy.append(dict(metrics.busy))
         self._write_held()
@@ -260,9 +268,12 @@ class Loop:
         self._check_finite(step, values)
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
-        names = ["loss"] if self._job.loss_scaled else ["loss", "grad_norm"]
+        names = ["loss", "grad_norm"]
         bad = [n for n in names if not math.isfinite(values.get(n, 0.0))]
-        if not bad:
+        self._num_skipped = self._num_skipped + 1 if "grad_norm" in bad else 0
+        if not bad or (
+            self._job.loss_scaled and bad == ["grad_norm"] and self._num_skipped < _MAX_SKIPPED_STEPS
+        ):
             return
         self._write_held()
         self._writer.flush()
@@ -282,9 +293,9 @@ class Loop:
         for batch in self._job.validation():
             if self._stop.received is not None:
                 return
-            count = batch_weight(batch)
-            total += float(self._job.trainer.evaluate(state, batch).fetch()["loss"]) * count
-            weight += count
+            metrics = self._job.trainer.evaluate(state, batch)
+            count = float(metrics.weight("loss"))
+            total, weight = total + float(metrics.fetch()["loss"]) * count, weight + count
         if not weight:
             return
         loss, num_bytes = total / weight, self._job.validation_bytes
@@ -359,15 +370,6 @@ class Loop:
             stopped_by=self._stop.received.name if self._stop.received else None,
             checkpoint=str(self._out_dir / CHECKPOINTS / str(steps[-1])) if steps else None,
         )
-
-
-def batch_weight(batch: Any) -> float:
-    """Count what a batch's mean loss is over: the sum of its "weights", or its rows where it has none."""
-    if isinstance(batch, Mapping) and "weights" in batch:
-        return float(np.sum(batch["weights"], dtype=np.float64))
-    if isinstance(batch, Mapping):
-        return float(len(next(iter(batch.values()))))
-    raise UserError(f"A batch has to be a dict of arrays, and is a {type(batch).__name__}.")
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from hetjax import checkpoint
 from hetjax.checkpoint import Checkpointer, CheckpointError, check_layout, fill, load, nest
 from hetjax.errors import UserError
+from hetjax.program import path_string
 
 # tensorstore's tasks of a read that failed end after their event loop
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -117,7 +118,7 @@ def test_a_checkpoint_restores_on_one_device_in_plain_flax_and_optax(tmp_path):
 
     def by_path(tree):
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return {checkpoint.path_name(keys): np.asarray(leaf) for keys, leaf in leaves}
+        return {path_string(keys): np.asarray(leaf) for keys, leaf in leaves}
 
     saver = Checkpointer(tmp_path)
     saver.save(3, {"params": by_path(params), "opt_state": by_path(opt_state), "step": 3})

@@ -37,6 +37,9 @@ class Metrics:
     step: int
     busy: dict = dataclasses.field(default_factory=lambda: {"fast": 0.5, "slow": 1.0})
 
+    def weight(self, name):
+        return 8.0
+
     def fetch(self):
         self.fetched.append(self.step)
         return {name: float(value) for name, value in self.values.items()}
@@ -45,8 +48,8 @@ class Metrics:
 class FakeTrainer:
     """The contract of hetjax.Trainer on one device: momentum descent, donated state, dropout by step."""
 
-    def __init__(self, on_step=lambda step: None, poison_at=None):
-        self.on_step, self.poison_at = on_step, poison_at
+    def __init__(self, on_step=lambda step: None, poison_at=None, overflow_at=()):
+        self.on_step, self.poison_at, self.overflow_at = on_step, poison_at, overflow_at
         self.events = []
 
     @staticmethod
@@ -71,6 +74,8 @@ class FakeTrainer:
         params, momentum, loss, norm = self._update(state.params, state.momentum, key, batch["x"], batch["y"])
         if state.step + 1 == self.poison_at:
             loss = loss * jnp.nan
+        if state.step + 1 in self.overflow_at:
+            norm = norm * jnp.inf
         metrics = Metrics({"loss": loss, "grad_norm": norm}, self.events, state.step + 1)
         self.events.append(f"dispatch {state.step + 1}")
         return State(params, momentum, state.step + 1), metrics
@@ -115,7 +120,7 @@ class FakeData:
         self.position = state["position"]
 
 
-def run(tmp_path, *, trainer=None, resume=False, learning_rate=None, **settings):
+def run(tmp_path, *, trainer=None, resume=False, learning_rate=None, loss_scaled=False, **settings):
     """Run a loop and return its summary and what it printed."""
     trainer, data, stream = trainer or FakeTrainer(), FakeData(), io.StringIO()
     fast = {"num_steps": 10, "eval_every": None, "checkpoint_every": None, "tensorboard": False}
@@ -127,6 +132,7 @@ def run(tmp_path, *, trainer=None, resume=False, learning_rate=None, **settings)
         num_tokens_per_step=8,
         validation_bytes=32,
         learning_rate=learning_rate,
+        loss_scaled=loss_scaled,
         predicted_step_time_s=0.5,
     )
     console = Console(file=stream, width=200)
@@ -196,6 +202,18 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     assert all(math.isfinite(v) for v in losses(tmp_path).values())
 
 
+def test_overflowing_gradients_end_a_run_unless_a_loss_scale_meets_them(tmp_path, monkeypatch):
+    with pytest.raises(NonFiniteError, match="The norm of the gradients is inf at step 2. No checkpoint"):
+        run(tmp_path, trainer=FakeTrainer(overflow_at=[2]))
+    (tmp_path / "scaled").mkdir()
+    run(tmp_path / "scaled", trainer=FakeTrainer(overflow_at=[2, 3]), loss_scaled=True)
+    assert len(losses(tmp_path / "scaled")) == 10
+    monkeypatch.setattr(train, "_MAX_SKIPPED_STEPS", 3)
+    with pytest.raises(NonFiniteError, match="The norm of the gradients is inf at step 6. No checkpoint"):
+        (tmp_path / "stuck").mkdir()
+        run(tmp_path / "stuck", trainer=FakeTrainer(overflow_at=range(4, 9)), loss_scaled=True)
+
+
 def test_a_loss_that_is_not_finite_right_before_a_checkpoint_is_never_saved(tmp_path):
     with pytest.raises(NonFiniteError, match=r"nan at step 3. No checkpoint had been written"):
         run(tmp_path, trainer=FakeTrainer(poison_at=3), checkpoint_every=3)
@@ -216,7 +234,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
 
 def test_metrics_are_fetched_behind_the_dispatch(tmp_path):
     trainer = FakeTrainer()
-    run(tmp_path, trainer=trainer, num_steps=6)
+    run(tmp_path, trainer=trainer, num_steps=6, timeline_every=None)
     one_in_one_out = [event for step in (4, 5, 6) for event in (f"dispatch {step}", step - 2)]
     assert trainer.events == ["dispatch 1", "dispatch 2", "dispatch 3", 1, *one_in_one_out, 5, 6]
 

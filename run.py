@@ -1,0 +1,388 @@
+"""The command line: train a model over unlike devices, print a plan, look at what is attached."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+
+import hetjax
+import models
+from hetjax import data, devices, doctor, train
+from hetjax.checkpoint import CheckpointError, finished_steps, quiet_background_errors
+from hetjax.cluster import Cluster
+from hetjax.config import Config, build_optimizer, load_config
+from hetjax.errors import UserError
+from hetjax.plan import Plan
+from hetjax.program import Program
+from hetjax.program import trace as trace_program
+from hetjax.report import Display, show_summary, show_text
+from hetjax.runtime import Trainer
+
+RUNS = Path("runs")
+JOB_FILE = "job.json"
+
+app = typer.Typer(
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A job file, such as models/gpt_small.toml, or the name of one in models/."
+    ),
+]
+Mesh = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Cluster file, such as meshes/cpu_2x.toml. Without: the devices that are attached.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Set any key of the job file. May be given many times."
+    ),
+]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan (JSON, as plan --out writes it).")
+]
+
+
+@app.command(
+    "train",
+    epilog="""
+[bold]Examples[/bold]
+
+python run.py train models/gpt_small.toml --mesh meshes/cpu_2x.toml
+
+python run.py train gpt_tiny --mesh meshes/cpu_2x.toml --steps 50 --set optimizer.learning_rate=3e-3
+
+python run.py train gpt_small --mesh meshes/cpu_2x.toml --out runs/gpt_small --resume
+""",
+)
+def train_command(
+    model: ModelArgument,
+    mesh: Mesh = None,
+    plan_file: PlanFile = None,
+    settings: Settings = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Train so many steps; short for --set train.num_steps=N.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where checkpoints and metrics go. Without: runs/MODEL, or runs/MODEL-2, ..."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the latest checkpoint of --out (or of the latest runs/MODEL)."
+        ),
+    ] = False,
+) -> None:
+    """Train a model: print the plan, train by it, validate, write checkpoints.
+
+    Ctrl-C or SIGTERM end the run after the step under way, with a checkpoint; --resume goes on from there.
+    """
+    console = Console()
+    job_file = models.path(model)
+    config = load_config(job_file, [*(settings or ()), *([f"train.num_steps={steps}"] if steps else ())])
+    model_config = models.parse(config.model, str(job_file))
+    out_dir = choose_out_dir(out, job_file.stem, resume=resume)
+    changed = changes_since(out_dir, config) if resume else []
+    cluster, plan = read_cluster(mesh, plan_file)
+    start_jax(cluster)
+    cluster = cluster or Cluster.detect()
+    cluster.attach()
+    optimizer, rate = build_optimizer(config.optimizer, config.train.num_steps)
+
+    text = data.load(config.data)
+    show_text(console, str(text))
+    program = trace(config, model_config)
+    if plan is None:
+        plan = plan_for(program, measured(cluster), config)
+    plan.check(program)
+    show_text(console, f"\n{plan}\n")
+    trainer = Trainer(program, plan, optimizer, clip_norm=config.optimizer.clip_norm)
+    job = train.Job(
+        trainer=trainer,
+        batches=text,
+        validation=text.validation_batches,
+        settings=config.train,
+        num_tokens_per_step=config.data.global_batch * config.data.seq_len,
+        validation_bytes=text.validation_bytes,
+        learning_rate=rate,
+        loss_scaled=trainer.loss_scale is not None,
+        predicted_step_time_s=plan.predicted.get("step_time_s"),
+        utilisation=utilisation(program, plan),
+    )
+    state = train.restore(trainer, text, out_dir) if resume else trainer.init(seed=config.train.seed)
+    for line in changed:
+        show_text(console, f"changed since this run began: {line}")
+    if resume and state.step >= config.train.num_steps:
+        show_text(
+            console, f"{out_dir} has all {state.step} steps already. To train on, raise train.num_steps."
+        )
+        return
+    run_job(job, state, plan, config, out_dir, console)
+
+
+def run_job(job: train.Job, state: Any, plan: Plan, config: Config, out_dir: Path, console: Console) -> None:
+    """Create the output directory, train, and print the summary."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / JOB_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        plan.save(out_dir / "plan.json")
+    except OSError as error:
+        raise UserError(
+            f"The output directory {out_dir} cannot be written to: {error}. Give another --out."
+        ) from None
+    verb = f"Going on at step {state.step}" if state.step else "Training"
+    show_text(
+        console, f"{verb}, writing to {out_dir}. Ctrl-C ends after the step under way, with a checkpoint."
+    )
+    display = Display(console, num_steps=job.settings.num_steps, log_every=job.settings.log_every)
+    try:
+        with train.StopSignals() as stop, display:
+            summary = train.Loop(job, out_dir, display, stop).run(state)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted again: ended at once, without a checkpoint of this step.")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    show_summary(console, summary)
+    (out_dir / "summary.json").write_text(
+        json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8"
+    )
+    if summary.stopped_by:
+        raise typer.Exit(128 + signal.Signals[summary.stopped_by])
+
+
+@app.command(
+    "plan",
+    epilog="""
+[bold]Examples[/bold]
+
+python run.py plan models/gpt_1.3b.toml --mesh meshes/a100x4_v100x8.toml --set data.global_batch=512
+
+python run.py plan gpt_small --mesh meshes/cpu_2x.toml --out plan.json
+""",
+)
+def plan_command(
+    model: ModelArgument,
+    mesh: Mesh = None,
+    plan_file: PlanFile = None,
+    settings: Settings = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan as JSON, to edit and to give to train --plan."),
+    ] = None,
+) -> None:
+    """Print the plan of a model for a cluster. Needs none of the cluster's devices.
+
+    With --plan, checks that plan against the model instead of making one.
+    """
+    job_file = models.path(model)
+    config = load_config(job_file, settings or ())
+    model_config = models.parse(config.model, str(job_file))
+    cluster, plan = read_cluster(mesh, plan_file)
+    if cluster is not None:
+        jax.config.update("jax_platforms", "cpu")
+    cluster = cluster or Cluster.detect()
+    program = trace(config, model_config)
+    plan = plan or plan_for(program, cluster, config)
+    plan.check(program)
+    if as_json:
+        print(plan.to_json())
+    else:
+        show_text(Console(), f"{program}\n\n{plan}")
+    if out is not None:
+        try:
+            plan.save(out)
+        except OSError as error:
+            raise UserError(f"The plan cannot be written to {out}: {error}.") from None
+        Console(stderr=True).print(f"Plan written to {out}.", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(
+    "doctor",
+    epilog="""
+[bold]Examples[/bold]
+
+python run.py doctor
+
+python run.py doctor --mesh meshes/cpu_2x.toml
+""",
+)
+def doctor_command(
+    mesh: Mesh = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Look at what is attached: groups, memory, versions, measured speeds; and say what is off."""
+    cluster = None if mesh is None else Cluster.load(mesh)
+    start_jax(cluster)
+    found = doctor.examine(cluster)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        show_text(Console(), "\n".join(doctor.report_lines(found)))
+
+
+def read_cluster(mesh: Path | None, plan_file: Path | None) -> tuple[Cluster | None, Plan | None]:
+    """Read the cluster file and the plan; a plan brings its own cluster, and both have to agree."""
+    cluster = None if mesh is None else Cluster.load(mesh)
+    plan = None if plan_file is None else Plan.load(plan_file)
+    if plan is None:
+        return cluster, None
+    if cluster is not None:
+        shape = {g.name: (g.kind, g.num_devices) for g in cluster.groups}
+        planned = {g.name: (g.kind, g.num_devices) for g in plan.cluster.groups}
+        if shape != planned:
+            raise UserError(
+                f"The plan {plan_file} is for cluster {plan.cluster.name!r} with groups {_groups(planned)}, "
+                f"and {mesh} has {_groups(shape)}. Leave out --mesh, or make a plan for that cluster."
+            )
+    return plan.cluster, plan
+
+
+def _groups(shape: Mapping[str, tuple[str, int]]) -> str:
+    return ", ".join(f"{name} ({count} x {kind})" for name, (kind, count) in shape.items())
+
+
+def start_jax(cluster: Cluster | None) -> None:
+    """Tell JAX before it starts how many CPU devices to make, and to leave unused accelerators alone."""
+    if cluster is None:
+        return
+    wanted: dict[str, Any] = {}
+    if cluster.num_cpu_devices():
+        wanted["jax_num_cpu_devices"] = cluster.num_cpu_devices()
+    if all(group.jax_backend == "cpu" for group in cluster.groups):
+        wanted["jax_platforms"] = "cpu"
+    for name, value in wanted.items():
+        # JAX has started where this file is used as a library; what it then lacks, Cluster.attach reports
+        with contextlib.suppress(RuntimeError):
+            jax.config.update(name, value)
+
+
+def trace(config: Config, model_config: models.ModelConfig) -> Program:
+    """Trace the model of a job on shapes alone."""
+    vocab_size = config.data.resolved_vocab_size
+    model = models.build(model_config, seq_len=config.data.seq_len, vocab_size=vocab_size)
+    spec = data.batch_spec(config.data)
+    return trace_program(model.loss_fn, model.init_fn, spec, eval_loss_fn=model.eval_loss_fn)
+
+
+def measured(cluster: Cluster) -> Cluster:
+    """Measure the groups whose kind has no speed of its own, so that predictions mean something."""
+    unknown = [g.name for g in cluster.groups if g.kind == "cpu" and g.tflops is None]
+    if not unknown:
+        return cluster
+    attached = cluster.attach()
+    return cluster.with_tflops(doctor.measure_tflops(cluster, {name: attached[name] for name in unknown}))
+
+
+def plan_for(program: Program, cluster: Cluster, config: Config) -> Plan:
+    """Let the planner plan, with what the job file fixes."""
+    return hetjax.make_plan(
+        program, cluster, num_microbatches=config.plan.num_microbatches, schedule=config.plan.schedule
+    )
+
+
+def utilisation(program: Program, plan: Plan) -> Callable[[float], float] | None:
+    """Give model FLOPs utilisation as a function of the step time; None where a peak is not known."""
+    used = {(m.group, d) for s in plan.stages for m in s.members for d in m.devices}
+    groups = [plan.cluster.group(name) for name, _ in used]
+    if any(g.kind == "cpu" for g in groups):
+        return None
+    peak = sum(devices.lookup(g.kind).peak(g.dtype) * 1e12 for g in groups)
+    flops = 3 * program.global_batch * sum(s.forward_flops_per_row for s in program.segments())
+    return lambda step_time_s: flops / step_time_s / peak
+
+
+def choose_out_dir(out: Path | None, name: str, *, resume: bool) -> Path:
+    """Decide where a run writes to, without creating anything.
+
+    Raises:
+        UserError: It holds a run already and `--resume` is missing, or there is none to resume.
+    """
+    taken = sorted(
+        (d for d in RUNS.glob(f"{name}*") if d.name == name or d.name.removeprefix(f"{name}-").isdecimal()),
+        key=lambda d: int(d.name.removeprefix(name).removeprefix("-") or 1),
+    )
+    if resume:
+        chosen = out or (taken[-1] if taken else RUNS / name)
+        if not finished_steps(chosen / train.CHECKPOINTS):
+            raise UserError(
+                f"{chosen} holds no finished checkpoint to resume. Leave out --resume to begin a new run."
+            )
+        return chosen
+    if out is None:
+        return RUNS / (name if not taken else f"{name}-{int(taken[-1].name.removeprefix(name)[1:] or 1) + 1}")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file. Give a directory.")
+    if (out / JOB_FILE).exists() or (out / train.CHECKPOINTS).exists():
+        raise UserError(f"{out} holds a run already. Add --resume to go on with it, or give another --out.")
+    return out
+
+
+def changes_since(out_dir: Path, config: Config) -> list[str]:
+    """Compare the job with the one that a run began with.
+
+    Returns:
+        A line for each changed key outside [model] and [data].
+
+    Raises:
+        UserError: A key of [model] changed: the checkpoint is of another model.
+    """
+    try:
+        before = json.loads((out_dir / JOB_FILE).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return []
+    now = json.loads(config.model_dump_json())
+
+    def differences(section: str) -> list[str]:
+        a, b = before.get(section, {}), now[section]
+        keys = [k for k in {**a, **b} if a.get(k) != b.get(k)]
+        return [f"{section}.{k} = {a.get(k)} then, {b.get(k)} now" for k in keys]
+
+    if differences("model"):
+        raise UserError(
+            f"The run in {out_dir} is of another model: {'; '.join(differences('model'))}. "
+            "Set these back, or begin a new run."
+        )
+    return [line for section in ("optimizer", "train", "plan") for line in differences(section)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exit status 2: a user's mistake; 1: a failed run; 128 + n: ended by signal n."""
+    quiet_background_errors()
+    try:
+        app(args=arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except (train.NonFiniteError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
