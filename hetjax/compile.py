@@ -1,7 +1,9 @@
 """Units on submeshes as compiled functions: forward, backward, evaluation.
 
-The rows are divided over the batch axes by hand (`jax.shard_map`), so that gradients stay unreduced from microbatch to
-microbatch; the tensor axis is left to XLA. What does not follow the rows (partial sums, residuals, gradient accumulators)
+The rows are divided over the batch axes by hand (`jax.shard_map`), so that gradients stay unreduced from
+microbatch to
+microbatch; the tensor axis is left to XLA. What does not follow the rows (partial sums, residuals, gradient
+accumulators)
 carries a leading dim of one entry a shard.
 """
 
@@ -14,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from hetjax import segments
 from hetjax.flat import Flat, Unit
@@ -24,7 +27,8 @@ from hetjax.transfer import Layout
 
 
 def row_dim(follows: Any) -> RowDim | None:
-    """The row dim of a value that can be divided over it; None where it leads with one entry a shard instead."""
+    """The row dim of a value that can be divided over it; None where it leads with one entry a shard
+    instead."""
     return follows if isinstance(follows, RowDim) and follows.outer == 1 else None
 
 
@@ -65,7 +69,8 @@ def _constrainer(submesh: Submesh) -> Callable | None:
 class UnitExecutables:
     """The compiled functions of one unit class on one submesh.
 
-    All take `(params, inputs, data, offset, ...)`: parameters in compute layout, boundary values, batch leaves and keys, and the
+    All take `(params, inputs, data, offset, ...)`: parameters in compute layout, boundary values, batch
+    leaves and keys, and the
     index of each shard's first row, int32 `[num_shards]`.
     """
 
@@ -200,6 +205,7 @@ def offsets(submesh: Submesh, start: int, rows: int) -> jax.Array:
 
 
 def place_batch(array: np.ndarray, submesh: Submesh) -> jax.Array:
-    """Put a member's rows of a batch leaf on its submesh, divided over the shards; a scalar goes to every device."""
+    """Put a member's rows of a batch leaf on its submesh, divided over the shards; a scalar goes to every
+    device."""
     sharding: NamedSharding = submesh.stacked if array.ndim else submesh.replicated
     return jax.device_put(array, sharding)

@@ -1,6 +1,7 @@
 """One trace of a loss at one row count and compute dtype, cut into segments.
 
-A `Flat` is what `program.Program` keeps for every (rows, dtype, training or evaluation) that a plan needs; cuts, edges and
+A `Flat` is what `program.Program` keeps for every (rows, dtype, training or evaluation) that a plan needs;
+cuts, edges and
 parameters agree between them.
 """
 
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from hetjax import jaxprs, rows as row_analysis
+from hetjax import jaxprs
+from hetjax import rows as row_analysis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Data:
     """What a segment reads that no parameter influences.
 
     Attributes:
-        kind: `batch` (a leaf of the batch), `rng` (the microbatch's key), `const` (a captured array), `literal` (an integer
+        kind: `batch` (a leaf of the batch), `rng` (the microbatch's key), `const` (a captured array),
+            `literal` (an integer
             folded into a key).
         index: Which batch leaf or constant; the value itself for a literal.
         dtype: Of a literal.
@@ -122,7 +125,8 @@ def _resolve_marks(eqns: Sequence[Any], outvars: Sequence[Any]) -> tuple[list[An
 def _stacked_root(
     var: Any, defined: Mapping[Any, Any], params: Mapping[Any, int]
 ) -> tuple[Any, int, list] | None:
-    """(parameter variable, stacked axis, casts to repeat on a slice in order) of what a slice is taken from."""
+    """(parameter variable, stacked axis, casts to repeat on a slice in order) of what a slice is taken
+    from."""
     axis, casts = 0, []
     while var not in params:
         eqn = defined.get(var)
@@ -172,7 +176,8 @@ def expose_pieces(
 ) -> tuple[list[Any], dict[Any, Piece]]:
     """Turn `slice i of a stacked parameter` (what an unrolled scan reads) into a parameter of its own.
 
-    A cast or a transposition between the parameter and the slice is moved behind the slice. A leaf that is also read whole
+    A cast or a transposition between the parameter and the slice is moved behind the slice. A leaf that is
+    also read whole
     stays whole.
 
     Args:
@@ -278,7 +283,8 @@ class Flat:
         self._assign(cuts)
 
     def _assign(self, cuts: Sequence[int]) -> None:
-        """Give each equation that depends on parameters and on the batch its segment; the others (-1) are repeated."""
+        """Give each equation that depends on parameters and on the batch its segment; the others (-1) are
+        repeated."""
         by_param = {v for v, r in self._roles.items() if isinstance(r, Piece)}
         by_data = {v for v, r in self._roles.items() if isinstance(r, Data) and r.kind != "const"}
         self.segment_of: list[int] = []
@@ -377,7 +383,9 @@ class Flat:
             return {}
         made = {v for e in unit.eqns for v in e.outvars}
         draws = [e for e in self.eqns if e.primitive.name.startswith(_DRAWS)]
-        return {draws[i].outvars[0]: d for i, d in self._row_model.draws.items() if draws[i].outvars[0] in made}
+        return {
+            draws[i].outvars[0]: d for i, d in self._row_model.draws.items() if draws[i].outvars[0] in made
+        }
 
     def read_report(self, report: row_analysis.RowsReport) -> RowModel:
         """Put what the row analysis of this trace found in terms that hold for every trace."""
@@ -391,7 +399,8 @@ class Flat:
 
 
 def lift_literals(eqns: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Data]]]:
-    """Make the integers that are folded into keys inputs, so that layers that differ in them alone are of one class."""
+    """Make the integers that are folded into keys inputs, so that layers that differ in them alone are of one
+    class."""
     out, lifted = [], []
     for eqn in eqns:
         if eqn.primitive.name.startswith(("random_", "threefry")) and any(map(jaxprs.is_literal, eqn.invars)):

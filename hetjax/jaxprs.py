@@ -1,4 +1,5 @@
-"""Tools on jaxprs: inlining down to the marks, evaluation with rules, pruning, canonical keys and FLOP counts.
+"""Tools on jaxprs: inlining down to the marks, evaluation with rules, pruning, canonical keys and FLOP
+counts.
 
 Only public names of JAX are used. Version differences (jax 0.10 to 0.12) are kept in this file.
 """
@@ -89,7 +90,8 @@ def evaluate(
         eqns: Equations whose inputs are in `env`, are literals, or are results of earlier equations.
         env: Values by variable; is extended in place.
         outvars: Variables or literals to return.
-        rules: By primitive name, a function `(eqn, args) -> list of results, or None for the ordinary meaning`.
+        rules: By primitive name, a function `(eqn, args) -> list of results, or None for the ordinary
+            meaning`.
 
     Returns:
         The values of `outvars`.
@@ -117,7 +119,8 @@ def call(jaxpr: Any, args: Sequence[Any], rules: Mapping[str, Rule] | None = Non
 
 
 def scan_layout(eqn: Any) -> tuple[int, int, int]:
-    """Return (number of constants, of carried values, of scanned inputs) of a `scan` equation, from its shapes."""
+    """Return (number of constants, of carried values, of scanned inputs) of a `scan` equation, from its
+    shapes."""
     inner, _ = open_jaxpr(eqn.params["jaxpr"])
     num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
     num_xs = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
@@ -144,7 +147,8 @@ def _unroll(eqn: Any, args: list[Any], run: Callable[[Any, list[Any]], list[Any]
 def inline(closed: Any) -> Any:
     """Flatten a closed jaxpr until every cut stands at its top level.
 
-    `jit` calls are always inlined; `remat` and custom-derivative calls where they hold a cut; a `scan` whose body holds
+    `jit` calls are always inlined; `remat` and custom-derivative calls where they hold a cut; a `scan` whose
+    body holds
     a cut is unrolled, its constants and carry passed from one iteration to the next.
 
     Raises:
@@ -170,8 +174,10 @@ def inline(closed: Any) -> Any:
             return _unroll(eqn, args, run)
         if marked:
             raise UserError(
-                f"hetjax.cut stands inside `{name}`, whose body can't be divided between devices. A cut may stand at the "
-                "top level, in jit, remat, custom_jvp/custom_vjp functions and in the body of scan. Move the cut out of "
+                f"hetjax.cut stands inside `{name}`, whose body can't be divided between devices. A cut may "
+                f"stand at the "
+                "top level, in jit, remat, custom_jvp/custom_vjp functions and in the body of scan. Move "
+                "the cut out of "
                 f"the `{name}`, or write the loop as jax.lax.scan or as a Python loop."
             )
         return bind(eqn, args)
@@ -192,7 +198,8 @@ def prune(
         stop: Variables that are given, so what computes them is not needed.
 
     Returns:
-        The needed equations in order, and the variables that they (and `outvars`) read and no kept equation defines, in
+        The needed equations in order, and the variables that they (and `outvars`) read and no kept equation
+        defines, in
         the order of first use.
     """
     stop = set(stop)
@@ -211,7 +218,8 @@ def prune(
     return kept, list(free)
 
 
-# --- canonical keys ------------------------------------------------------------------------------------------------
+# --- canonical keys
+# ------------------------------------------------------------------------------------------------
 
 
 def _digest_array(value: Any) -> str:
@@ -222,11 +230,12 @@ def _digest_array(value: Any) -> str:
 
 
 def _aval_key(aval: Any) -> str:
-    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', ())}{'w' if getattr(aval, 'weak_type', False) else ''}"
+    weak = "w" if getattr(aval, "weak_type", False) else ""
+    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', ())}{weak}"
 
 
 def _rule_key(eqn: Any) -> str:
-    """What a custom-derivative call's rule does: the jaxpr of its derivative, since a function has no name to trust."""
+    """What a custom-derivative rule does: the jaxpr of its derivative (a function has no sure name)."""
     specs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     diff = [i for i, s in enumerate(specs) if jnp.issubdtype(s.dtype, jnp.floating)]
 
@@ -262,7 +271,8 @@ def _param_key(value: Any, rules: bool) -> str:
 def equations_key(
     eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Atom], rules: bool = True
 ) -> str:
-    """A key that two equation lists share exactly when they compute the same function of their inputs, by structure.
+    """A key that two equation lists share exactly when they compute the same function of their inputs, by
+    structure.
 
     Args:
         eqns: Equations in order.
@@ -311,7 +321,8 @@ def text_key(*parts: Any) -> str:
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-# --- FLOPs ---------------------------------------------------------------------------------------------------------
+# --- FLOPs
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _dot_flops(eqn: Any) -> float:
@@ -354,7 +365,8 @@ _MOVES = {
 
 
 def count_flops(eqns: Iterable[Any]) -> float:
-    """FLOPs of equations: products and convolutions exactly, a scan's body times its length, one an element else."""
+    """FLOPs of equations: products and convolutions exactly, a scan's body times its length, one an element
+    else."""
     total = 0.0
     for eqn in eqns:
         name = eqn.primitive.name

@@ -16,7 +16,8 @@ CONSTRAIN = "hetjax.constrain:"
 def cut(x: Any) -> Any:
     """Mark a place where the model may be divided between devices.
 
-    An identity: a model with cuts runs, differentiates and compiles anywhere. Marks that follow each other with
+    An identity: a model with cuts runs, differentiates and compiles anywhere. Marks that follow each other
+    with
     nothing computed between them count as one cut.
 
     Args:
@@ -31,11 +32,13 @@ def cut(x: Any) -> Any:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Name the dims of an activation so that each group can lay it out by its own rules.
 
-    An identity outside hetjax. Inside, a dim whose name a group's rules map to a tensor axis is sharded over it.
+    An identity outside hetjax. Inside, a dim whose name a group's rules map to a tensor axis is sharded over
+    it.
 
     Args:
         x: An array.
-        *names: One logical axis name (`"batch"`, `"embed"`, `"mlp"`, `"heads"`, ...) or None for each dim of `x`.
+        *names: One logical axis name (`"batch"`, `"embed"`, `"mlp"`, `"heads"`, ...) or None for each dim of
+            `x`.
 
     Returns:
         The same values.

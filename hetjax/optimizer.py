@@ -1,7 +1,9 @@
 """optax on placed state: every update unit (a segment's own parameters) is updated where it lives.
 
-A transformation qualifies when updating the parameters piece by piece gives what updating the whole tree gives; that is tried
-out on small arrays before training. The global norm, which does need the whole tree, is a clip in two phases: each unit sums
+A transformation qualifies when updating the parameters piece by piece gives what updating the whole tree
+gives; that is tried
+out on small arrays before training. The global norm, which does need the whole tree, is a clip in two phases:
+each unit sums
 its squares, all units read all sums.
 """
 
@@ -28,7 +30,8 @@ from hetjax.sharding import Submesh, stored_spec
 class LossScale:
     """Dynamic scaling of the loss for float16 groups.
 
-    The scale halves, and the step is left out, when a gradient is not finite; it doubles after `growth_interval` good steps.
+    The scale halves, and the step is left out, when a gradient is not finite; it doubles after
+    `growth_interval` good steps.
 
     Attributes:
         initial: First scale.
@@ -63,7 +66,8 @@ class Pieces:
         return jax.tree.leaves(self.tx.init(self.tree(pieces, arrays)))
 
     def state_specs(self, pieces: Sequence[Piece]) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
-        """Paths (as in the state of the whole tree), shapes and structure of the optimizer state of some pieces."""
+        """Paths (as in the state of the whole tree), shapes and structure of the optimizer state of some
+        pieces."""
         specs = [self.program.piece_spec(p) for p in pieces]
         state = jax.eval_shape(lambda a: self.tx.init(self.tree(pieces, a)), specs)
         with_path, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -129,9 +133,12 @@ def check_per_parameter(program: Program, tx: optax.GradientTransformation) -> N
         return dict(zip(sorted(parts), jax.tree.leaves(params), strict=True))
 
     message = (
-        "This optax transformation needs the whole parameter tree: updating the parameters piece by piece {what}. hetjax updates "
-        "each parameter on the group that owns it. Give a global-norm clip as `hetjax.Trainer(..., clip_norm=1.0)` instead of "
-        "optax.clip_by_global_norm, and use transformations that treat each parameter by itself (adam, adamw, sgd, lion, ...)."
+        "This optax transformation needs the whole parameter tree: updating the parameters piece by piece "
+        "{what}. hetjax updates "
+        "each parameter on the group that owns it. Give a global-norm clip as `hetjax.Trainer(..., "
+        "clip_norm=1.0)` instead of "
+        "optax.clip_by_global_norm, and use transformations that treat each parameter by itself (adam, "
+        "adamw, sgd, lion, ...)."
     )
     expected = steps(whole, lambda _, a: a)
     for leaf in chosen:
@@ -197,7 +204,8 @@ class UpdateUnit:
 class UpdateFunctions:
     """The compiled reduction and update of one class of update units.
 
-    In one phase, `fused` does both; with a clip or a loss scale, `reduce` comes first and `apply` reads every unit's sum of
+    In one phase, `fused` does both; with a clip or a loss scale, `reduce` comes first and `apply` reads every
+    unit's sum of
     squares.
     """
 

@@ -1,4 +1,5 @@
-"""A plan on real devices: submeshes, which unit runs where with which executables, who owns and who reads each parameter."""
+"""A plan on real devices: submeshes, which unit runs where with which executables, who owns and who reads
+each parameter."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ class Placement:
         self._check_layouts()
         self._own()
 
-    # -- places -------------------------------------------------------------------------------------------------
+    # -- places
+    # -------------------------------------------------------------------------------------------------
 
     def _place(self, member: Member) -> Place:
         key = (member.group, tuple(member.devices), *(member.axis(a) for a in ("dp", "fsdp", "tp")))
@@ -138,26 +140,32 @@ class Placement:
     def _check_tensor_axes(self) -> None:
         if any(p.submesh.tp > 1 for p in self.places) and not any(n for names in self.names for n in names):
             raise UserError(
-                "The plan has tp > 1 and the model's parameters carry no logical axis names, so every device would compute the "
-                "same. Annotate the parameters (nnx.with_partitioning, nn.with_logical_partitioning) or use dp or fsdp."
+                "The plan has tp > 1 and the model's parameters carry no logical axis names, so every "
+                "device would compute the "
+                "same. Annotate the parameters (nnx.with_partitioning, nn.with_logical_partitioning) or use "
+                "dp or fsdp."
             )
 
     def _check_rows_mode(self) -> None:
-        split = self.plan.num_microbatches > 1 or any(
-            p.submesh.num_shards > 1 for p in self.places
-        ) or any(len(stage.members) > 1 for stage in self.plan.stages)
+        split = (
+            self.plan.num_microbatches > 1
+            or any(p.submesh.num_shards > 1 for p in self.places)
+            or any(len(stage.members) > 1 for stage in self.plan.stages)
+        )
         if split and self.program.rows_mode == "whole":
             raise UserError(
-                "The program was traced with rows='whole' and the plan splits its rows. Such a plan needs num_microbatches = 1, "
+                "The program was traced with rows='whole' and the plan splits its rows. Such a plan needs "
+                "num_microbatches = 1, "
                 "one member a stage and dp = fsdp = 1 (tp may be larger)."
             )
         if split and self.program.row_model and self.program.row_model.inner_draws:
             raise UserError(
-                "The model draws random numbers for its rows inside a loop or an inner function, where hetjax can't give each part "
+                "The model draws random numbers for its rows inside a loop or an inner function, where "
+                "hetjax can't give each part "
                 "its own. Draw them outside (dropout outside lax.scan), or trace with rows='whole'."
             )
 
-    # -- runs ---------------------------------------------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------------
 
     def _runs(self, training: bool) -> dict[tuple[int, int], MemberRun]:
         return {
@@ -177,8 +185,10 @@ class Placement:
         num_shards = place.submesh.num_shards
         if member.num_rows % num_shards:
             raise UserError(
-                f"Member {k} of stage {s} has {member.num_rows} rows for dp x fsdp = {num_shards} shards of group "
-                f"'{member.group}'. The rows have to divide evenly: change the rows, the axes or num_microbatches."
+                f"Member {k} of stage {s} has {member.num_rows} rows for dp x fsdp = {num_shards} shards of "
+                f"group "
+                f"'{member.group}'. The rows have to divide evenly: change the rows, the axes or "
+                f"num_microbatches."
             )
         rows = member.num_rows // num_shards
         flat = self.program.flat(rows, place.dtype, training)
@@ -230,7 +240,8 @@ class Placement:
         return self._constant(place, ("one",))
 
     def _check_layouts(self) -> None:
-        """A value without a row dim belongs to the rows that it was computed from: its readers need the same shards."""
+        """A value without a row dim belongs to the rows that it was computed from: its readers need the same
+        shards."""
         for number, value in enumerate(self.program.main.values):
             if row_dim(value.follows) is not None:
                 continue
@@ -239,16 +250,20 @@ class Placement:
                 readers = self._shards_of(self.stage_of_segment[consumer])
                 if readers != makers:
                     raise UserError(
-                        f"Value {number}, of shape {value.var.aval.shape}, crosses from segment {value.producer} to segment "
-                        f"{consumer} and has no dim that follows the rows, so it can't be divided anew. Stages of these two "
-                        f"segments need equal rows and equal dp x fsdp; they have shards {makers} and {readers}. Change the "
+                        f"Value {number}, of shape {value.var.aval.shape}, crosses from segment "
+                        f"{value.producer} to segment "
+                        f"{consumer} and has no dim that follows the rows, so it can't be divided anew. "
+                        f"Stages of these two "
+                        f"segments need equal rows and equal dp x fsdp; they have shards {makers} and "
+                        f"{readers}. Change the "
                         "axes or rows, or place a cut where the value has its rows."
                     )
 
     def _shards_of(self, stage: int) -> list[tuple[int, int]]:
         return [r for (s, _), run in self.training.items() if s == stage for r in run.shards]
 
-    # -- parameters ---------------------------------------------------------------------------------------------
+    # -- parameters
+    # ---------------------------------------------------------------------------------------------
 
     def _own(self) -> None:
         """Decide where each piece's master lives and which places read it."""
@@ -300,10 +315,12 @@ class Placement:
             for pieces in groups.values()
         ]
 
-    # -- initialisation -----------------------------------------------------------------------------------------
+    # -- initialisation
+    # -----------------------------------------------------------------------------------------
 
     def init_masters(self, seed: int) -> dict[Piece, jax.Array]:
-        """Initialise every piece on its owner, without ever making another group's; equal to jit of the whole init.
+        """Initialise every piece on its owner, without ever making another group's; equal to jit of the whole
+        init.
 
         A leaf whose slices several segments own is made whole for a moment on each of their owners.
         """

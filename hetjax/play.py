@@ -1,7 +1,9 @@
 """Plays one step's task lists on a placement: dispatches units, moves what crosses, sums gradients.
 
-A single thread dispatches everything that one JAX client runs, in the schedule's global order, and waits for nothing. With
-several clients in a process (CPU and GPU) each has a thread, since transfers between clients wait for their producer.
+A single thread dispatches everything that one JAX client runs, in the schedule's global order, and waits for
+nothing. With
+several clients in a process (CPU and GPU) each has a thread, since transfers between clients wait for their
+producer.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class Step:
         self.num_microbatches = next(len(b) for b in batch if b.ndim) // rows if batch else 0
         self._lock = threading.Lock()
 
-    # -- order --------------------------------------------------------------------------------------------------
+    # -- order
+    # --------------------------------------------------------------------------------------------------
 
     def play(self) -> None:
         """Dispatch every task in order."""
@@ -164,7 +167,8 @@ class Step:
         if errors:
             raise errors[0]
 
-    # -- forward ------------------------------------------------------------------------------------------------
+    # -- forward
+    # ------------------------------------------------------------------------------------------------
 
     def _batch_leaf(self, run: MemberRun, index: int, microbatch: int) -> jax.Array:
         leaf = self.batch[index]
@@ -248,7 +252,8 @@ class Step:
         if parts is not None:
             mail.post(to, value, self.carrier.move(parts, reader.layout(value), reader.dtype(value)))
 
-    # -- backward -----------------------------------------------------------------------------------------------
+    # -- backward
+    # -----------------------------------------------------------------------------------------------
 
     def _backward(self, task: Task) -> Any:
         key = (task.stage, task.member, task.microbatch)
@@ -329,7 +334,8 @@ def microbatch_key(key: tuple[int, int] | None, microbatch: int, sharding: Any) 
 
 
 class Watcher:
-    """Learns when tasks end, by waiting for their results on threads of its own; dispatch goes on meanwhile."""
+    """Learns when tasks end, by waiting for their results on threads of its own; dispatch goes on
+    meanwhile."""
 
     def __init__(self, placement: Placement, schedule: Schedule) -> None:
         """Start the clock.

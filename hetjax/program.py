@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax import jaxprs, rows as row_analysis, segments
+from hetjax import jaxprs, segments
+from hetjax import rows as row_analysis
 from hetjax.errors import UserError
 from hetjax.flat import Flat, Piece, RowModel, Unit
 from hetjax.marks import Mean
@@ -48,7 +49,8 @@ class SegmentInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A dependency between two segments: `bytes_per_row` go from `producer` to `consumer` in the forward pass."""
+    """A dependency between two segments: `bytes_per_row` go from `producer` to `consumer` in the forward
+    pass."""
 
     producer: int
     consumer: int
@@ -73,9 +75,12 @@ def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
     loss, extra = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if isinstance(extra, Mean) or not hasattr(extra, "items"):
         raise UserError(
-            f"loss_fn returned a pair whose second part is a {type(extra).__name__}. It has to be a dict of metrics, each "
-            "a scalar or a hetjax.Mean. Changed model state (BatchNorm statistics, caches) is not carried between steps: "
-            "use GroupNorm or LayerNorm, or run BatchNorm with use_running_average=True, and return the loss alone."
+            f"loss_fn returned a pair whose second part is a {type(extra).__name__}. It has to be a dict of "
+            f"metrics, each "
+            "a scalar or a hetjax.Mean. Changed model state (BatchNorm statistics, caches) is not carried "
+            "between steps: "
+            "use GroupNorm or LayerNorm, or run BatchNorm with use_running_average=True, and return the "
+            "loss alone."
         )
     values, names = [], []
     for name, value in {"loss": loss, **extra}.items():
@@ -84,9 +89,12 @@ def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
         weight = jnp.asarray(num_rows if mean.weight is None else mean.weight, jnp.float32)
         if total.shape != () or weight.shape != () or not jnp.issubdtype(total.dtype, jnp.number):
             raise UserError(
-                f"loss_fn returned {name!r} with shape {total.shape} and dtype {total.dtype}. The loss and every metric have "
-                "to be a scalar or a hetjax.Mean(total, weight) of two scalars. Sum over the examples, or drop it; model "
-                "state that changes (BatchNorm statistics) is not carried: use use_running_average=True or GroupNorm."
+                f"loss_fn returned {name!r} with shape {total.shape} and dtype {total.dtype}. The loss and "
+                f"every metric have "
+                "to be a scalar or a hetjax.Mean(total, weight) of two scalars. Sum over the examples, or "
+                "drop it; model "
+                "state that changes (BatchNorm statistics) is not carried: use use_running_average=True or "
+                "GroupNorm."
             )
         total = total.astype(jnp.float32)
         values += [total * num_rows if mean.weight is None else total, weight]
@@ -95,7 +103,8 @@ def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
 
 
 class Program:
-    """A traced loss: segments, classes, edges and parameters. Made by `trace`; holds no array on any device."""
+    """A traced loss: segments, classes, edges and parameters. Made by `trace`; holds no array on any
+    device."""
 
     def __init__(
         self,
@@ -149,7 +158,9 @@ class Program:
         led = [row_analysis.RowDim(0, 1, 1) if leaf.shape else None for leaf in self.batch_leaves]
         num_params = len(self.leaf_specs)
         leading = [None] * num_params + led + [None] * (len(inner.invars) - num_params - len(led))
-        report = row_analysis.analyse(closed, first, leading, other=other, other_rows=2 * first if other else None)
+        report = row_analysis.analyse(
+            closed, first, leading, other=other, other_rows=2 * first if other else None
+        )
         if mode == "auto":
             for i in range(0, len(names), 2):
                 name = names[i].rsplit(".", 1)[0]
@@ -159,13 +170,15 @@ class Program:
         self.main = self._flats[first, None, True] = self._flat(closed, names, first)
         self._check_results()
 
-    # -- tracing ------------------------------------------------------------------------------------------------
+    # -- tracing
+    # ------------------------------------------------------------------------------------------------
 
     def _leading_rows(self) -> int:
         sizes = {leaf.shape[0] for leaf in self.batch_leaves if leaf.shape}
         if len(sizes) != 1:
             raise UserError(
-                f"The leaves of batch_spec lead with {sorted(sizes)} rows. Every leaf has to lead with the same number of "
+                f"The leaves of batch_spec lead with {sorted(sizes)} rows. Every leaf has to lead with the "
+                f"same number of "
                 "rows, the global batch; scalars may be among them."
             )
         return sizes.pop()
@@ -180,7 +193,8 @@ class Program:
 
         Args:
             rows: Leading dim of every batch leaf.
-            dtype: Floating parameters are given to the loss in this dtype; None or `"float32"` leaves them as they are.
+            dtype: Floating parameters are given to the loss in this dtype; None or `"float32"` leaves them as
+                they are.
             training: False traces the evaluation loss, without a key.
 
         Raises:
@@ -252,9 +266,12 @@ class Program:
 
         if flat.num_segments != self.main.num_segments or shape(flat) != shape(self.main):
             raise UserError(
-                f"Traced with {num_rows} rows in {dtype or 'the parameters dtype'}, the model has {flat.num_segments} segments and "
-                f"{len(flat.values)} values across cuts; with {self.main.rows} rows it has {self.main.num_segments} and "
-                f"{len(self.main.values)}. The cuts may not depend on the number of rows or on the parameters' dtype: cut "
+                f"Traced with {num_rows} rows in {dtype or 'the parameters dtype'}, the model has "
+                f"{flat.num_segments} segments and "
+                f"{len(flat.values)} values across cuts; with {self.main.rows} rows it has "
+                f"{self.main.num_segments} and "
+                f"{len(self.main.values)}. The cuts may not depend on the number of rows or on the "
+                f"parameters' dtype: cut "
                 "values of one dtype, and don't branch on the batch's shape."
             )
 
@@ -262,7 +279,8 @@ class Program:
         for name, atom in self.main.results.items():
             if name == "loss.weight" and self.main.depends_on_params(atom):
                 raise UserError(
-                    "The weight of the loss's hetjax.Mean depends on the parameters. It has to be a count (of examples, of "
+                    "The weight of the loss's hetjax.Mean depends on the parameters. It has to be a count "
+                    "(of examples, of "
                     "tokens): compute it from the batch, or wrap it in jax.lax.stop_gradient and a constant."
                 )
         if not self.main.depends_on_params(self.main.results["loss.total"]):
@@ -270,7 +288,8 @@ class Program:
                 "The loss depends on no parameter that is trained: nothing would change. Check `frozen`."
             )
 
-    # -- parameters ---------------------------------------------------------------------------------------------
+    # -- parameters
+    # ---------------------------------------------------------------------------------------------
 
     def _place_params(self) -> None:
         """List the pieces, and for each the segments that read it; the first reader owns it."""
@@ -324,7 +343,8 @@ class Program:
         """The flattened jaxpr of `init_fn`: a key in, every parameter leaf out."""
         return jaxprs.inline(jax.make_jaxpr(lambda k: jax.tree.leaves(self.init_fn(k)))(self.key_spec))
 
-    # -- what the planner reads ---------------------------------------------------------------------------------
+    # -- what the planner reads
+    # ---------------------------------------------------------------------------------
 
     @property
     def num_segments(self) -> int:
@@ -401,17 +421,20 @@ class Program:
             f"{self.global_batch} rows a step"
         ]
         lines.append(
-            f"{'':>3} {'segment':<44} {'class':<6} {'parameters':>13} {'boundary KiB/row':>17} {'forward MFLOP/row':>18}"
+            f"{'':>3} {'segment':<44} {'class':<6} {'parameters':>13} {'boundary KiB/row':>17} "
+            f"{'forward MFLOP/row':>18}"
         )
         for s in self._segments:
             letter = letters.setdefault(s.segment_class, _letters(len(letters)))
             lines.append(
-                f"{s.index:>3} {s.name:<44} {letter:<6} {s.num_params:>13,} {s.boundary_bytes_per_row / 1024:>17,.1f} "
+                f"{s.index:>3} {s.name:<44} {letter:<6} {s.num_params:>13,} "
+                f"{s.boundary_bytes_per_row / 1024:>17,.1f} "
                 f"{s.forward_flops_per_row / 1e6:>18,.2f}"
             )
         return "\n".join(lines)
 
-    # -- trees --------------------------------------------------------------------------------------------------
+    # -- trees
+    # --------------------------------------------------------------------------------------------------
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """Put leaves (arrays, or anything) into the user's parameter structure."""
@@ -466,20 +489,25 @@ def trace(
     """Trace a loss without devices and divide it at its cuts.
 
     Args:
-        loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; pure. Returns a `hetjax.Mean`, or a scalar that is
-            the mean over equal rows, or a pair of that and a dict of metrics of the same two forms. `rng` is a key folded
+        loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; pure. Returns a `hetjax.Mean`, or
+            a scalar that is
+            the mean over equal rows, or a pair of that and a dict of metrics of the same two forms. `rng` is
+            a key folded
             from seed, step and microbatch; in evaluation it is None.
         init_fn: `init_fn(key) -> params`, any pytree of arrays (linen variables, an nnx.State, dicts).
         batch_spec: Pytree of `jax.ShapeDtypeStruct`; every leaf leads with the rows of the global batch.
-        rows: `"auto"` refuses a loss that mixes the rows of a batch; `"whole"` says that it does and must not be split;
+        rows: `"auto"` refuses a loss that mixes the rows of a batch; `"whole"` says that it does and must not
+            be split;
             `"split"` says that the value of each part is what is meant.
-        frozen: Says of a parameter's path (`"blocks/0/kernel"`) whether it is kept as it is: no gradient, no optimizer state.
+        frozen: Says of a parameter's path (`"blocks/0/kernel"`) whether it is kept as it is: no gradient, no
+            optimizer state.
         eval_loss_fn: Another loss for evaluation, over the same parameters.
 
     Returns:
         The program; `print` it to see the segments.
 
     Raises:
-        UserError: What the loss returns, its cuts or its mixing of rows can't be trained over groups; the text says why.
+        UserError: What the loss returns, its cuts or its mixing of rows can't be trained over groups; the
+            text says why.
     """
     return Program(loss_fn, init_fn, batch_spec, rows=rows, frozen=frozen, eval_loss_fn=eval_loss_fn)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from hetjax import canonical
 from hetjax.errors import UserError
 from hetjax.flat import Piece
 from hetjax.optimizer import LossScale, Pieces, UpdateFunctions, UpdateUnit, next_scale
@@ -133,7 +133,8 @@ class Trainer:
             devices: The devices of each group; attached ones in the order of the cluster file where None.
 
         Raises:
-            UserError: The plan does not fit the program or the devices, or `tx` needs the whole parameter tree.
+            UserError: The plan does not fit the program or the devices, or `tx` needs the whole parameter
+                tree.
         """
         plan.check(program)
         self.program, self.plan, self.clip_norm = program, plan, clip_norm
@@ -152,10 +153,12 @@ class Trainer:
         self._two_phases = clip_norm is not None or scaled
         self._home = self.placement.places[-1]
 
-    # -- state --------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------
 
     def init(self, seed: int = 0) -> TrainState:
-        """Fresh parameters and optimizer state, each on its owner; the parameters equal a single-device init."""
+        """Fresh parameters and optimizer state, each on its owner; the parameters equal a single-device
+        init."""
         masters = self.placement.init_masters(seed)
         optimizer = [u.init_state([masters[p] for p in u.pieces]) for u in self._units]
         return TrainState(masters, optimizer, 0, seed, self._fresh_scale())
@@ -170,7 +173,43 @@ class Trainer:
         """All parameters as host arrays, in the structure that `init_fn` returns."""
         return self.program.tree(self.program.assemble({p: np.asarray(a) for p, a in state.masters.items()}))
 
-    # -- stepping -----------------------------------------------------------------------------------------------
+    def export(self, state: TrainState) -> dict[str, Any]:
+        """The state on the host, in a layout that no plan shows through.
+
+        Returns:
+            `params` and `opt_state`: arrays by path, as in the user's tree and in plain `tx.init(params)`;
+            `step`, `seed`; and
+            `loss_scale`, a pair of numbers or None.
+        """
+        return {
+            "params": canonical.export_params(self.program, state.masters),
+            "opt_state": canonical.export_optimizer(self.optimizer, self._units, state.optimizer),
+            "step": state.step,
+            "seed": state.seed,
+            "loss_scale": None if state.scale is None else [float(state.scale[0]), int(state.scale[1])],
+        }
+
+    def canonical_spec(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+        """Shapes and dtypes of the arrays that `export` returns."""
+        params = dict(zip(self.program.leaf_paths, self.program.leaf_specs, strict=True))
+        return {"params": params, "opt_state": self.optimizer.whole_specs()}
+
+    def import_(self, saved: Mapping[str, Any]) -> TrainState:
+        """Place an exported state, whatever plan it was made under.
+
+        Raises:
+            UserError: It is of another model or optimizer.
+        """
+        masters = canonical.import_params(self.program, self.placement, saved["params"])
+        optimizer = canonical.import_optimizer(self.optimizer, self._units, saved["opt_state"])
+        scale = self._fresh_scale()
+        if scale is not None and saved.get("loss_scale"):
+            values = (np.float32(saved["loss_scale"][0]), np.int32(saved["loss_scale"][1]))
+            scale = tuple(jax.device_put(v, self._home.submesh.replicated) for v in values)
+        return TrainState(masters, optimizer, int(saved["step"]), int(saved["seed"]), scale)
+
+    # -- stepping
+    # -----------------------------------------------------------------------------------------------
 
     def _host_batch(self, batch: Any, *, exact: bool) -> list[np.ndarray]:
         leaves, treedef = jax.tree.flatten(batch)
@@ -188,7 +227,8 @@ class Trainer:
                 or array.dtype != spec.dtype
             ):
                 raise UserError(
-                    f"A leaf of the batch has shape {array.shape} and dtype {array.dtype}; the program was traced with "
+                    f"A leaf of the batch has shape {array.shape} and dtype {array.dtype}; the program was "
+                    f"traced with "
                     f"{spec.shape} and {spec.dtype}."
                 )
         if len(rows) != 1 or (rows != {unit} if exact else min(rows) % unit or not min(rows)):
@@ -226,7 +266,8 @@ class Trainer:
         training: bool,
         watcher: Watcher | None = None,
     ) -> tuple[Step, dict[str, list], list[tuple[Place, jax.Array]]]:
-        """Forward (and backward). Returns the step, (total, weight) by metric, and the loss's weights by place."""
+        """Forward (and backward). Returns the step, (total, weight) by metric, and the loss's weights by
+        place."""
         places = self.placement.places
         scale = self._everywhere(state.scale[0], self._home, places) if state.scale and training else None
         step = Step(
@@ -355,7 +396,8 @@ class Trainer:
         return Metrics(sums, [], None)
 
     def loss_and_grads(self, state: TrainState, batch: Any) -> tuple[float, Any]:
-        """The loss and the gradients of the mean loss, as host arrays in the parameters' structure; zeros where frozen."""
+        """The loss and the gradients of the mean loss, as host arrays in the parameters' structure; zeros
+        where frozen."""
         step, sums, weights = self._pass(state, self._host_batch(batch, exact=True), training=True)
         pieces: dict[Piece, np.ndarray] = {}
         for unit, functions, given in self._update_inputs(state, step, weights):

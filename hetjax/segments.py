@@ -1,6 +1,7 @@
 """A unit (neighbouring segments) as a forward and a backward function; tracing only, no devices.
 
-The forward function returns what the backward needs beside its own inputs. A weight, or anything computed from weights
+The forward function returns what the backward needs beside its own inputs. A weight, or anything computed
+from weights
 alone (a cast of one), is never among it: the backward is given the weights again and repeats the cast.
 """
 
@@ -76,7 +77,8 @@ class Setting:
     Attributes:
         remat: Policy name, see `checkpoint_policy`.
         flatten_dots: Whether products are rewritten by `flatten_dot`.
-        microbatch_rows: Rows of the whole microbatch, of which this trace sees a part; random draws are made for all of
+        microbatch_rows: Rows of the whole microbatch, of which this trace sees a part; random draws are made
+            for all of
             them and the own rows taken, so that they don't depend on the placement.
         constrain: Lays out an array by its logical names; None leaves it.
     """
@@ -88,7 +90,8 @@ class Setting:
 
 
 def _with_flat_dots(eqn: Any, args: list[Any]) -> list[Any] | None:
-    """Rewrite the products inside a remat or custom-derivative free call by evaluating its body with the rule."""
+    """Rewrite the products inside a remat or custom-derivative free call by evaluating its body with the
+    rule."""
     if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
         return None
     body = next(jaxprs.inner_jaxprs(eqn))
@@ -103,7 +106,8 @@ def _with_flat_dots(eqn: Any, args: list[Any]) -> list[Any] | None:
 class UnitFunction:
     """A unit's forward and backward as pure functions on the arrays of one shard.
 
-    Arguments are lists in the order of `unit.params`, `unit.inputs` and `unit.data`; `offset` is the index, in the
+    Arguments are lists in the order of `unit.params`, `unit.inputs` and `unit.data`; `offset` is the index,
+    in the
     microbatch, of the shard's first row (an int32 scalar).
     """
 
@@ -133,7 +137,8 @@ class UnitFunction:
             jax.ShapeDtypeStruct((), jnp.int32),
         )
 
-    # -- the plain function -------------------------------------------------------------------------------------
+    # -- the plain function
+    # -------------------------------------------------------------------------------------
 
     def run(self, params: list, inputs: list, data: list, offset: Any) -> tuple[list, list]:
         """Evaluate the unit. Returns its outputs and its results."""
@@ -169,7 +174,8 @@ class UnitFunction:
             return None
         if shape is None or len(eqn.outvars) != 1:
             raise UserError(
-                f"The model draws random numbers with `{eqn.primitive.name}`, whose draws for some of the rows can't be taken "
+                f"The model draws random numbers with `{eqn.primitive.name}`, whose draws for some of the "
+                f"rows can't be taken "
                 "out of those for all. Use jax.random with the default key type."
             )
         dim, outer, inner = row_dim.dim, row_dim.outer, row_dim.inner
@@ -182,7 +188,8 @@ class UnitFunction:
         own = jax.lax.dynamic_slice_in_dim(split, offset, self.flat.rows, axis=dim + 1)
         return [own.reshape(*shape, *extra)]
 
-    # -- differentiated -----------------------------------------------------------------------------------------
+    # -- differentiated
+    # -----------------------------------------------------------------------------------------
 
     def _pull(self, params: list, inputs: list, data: list, offset: Any) -> tuple[list, list, Any]:
         """(outputs, results, the vjp's pullback) with respect to the moving parameters and inputs."""

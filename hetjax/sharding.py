@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from hetjax.errors import UserError
 
@@ -97,7 +98,8 @@ def make_submesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Subm
     if math.prod(sizes) != len(devices):
         text = " x ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
         raise UserError(
-            f"{text} needs {math.prod(sizes)} devices and {len(devices)} are given. Change an axis or the devices."
+            f"{text} needs {math.prod(sizes)} devices and {len(devices)} are given. Change an axis or the "
+            f"devices."
         )
     kinds = {(d.platform, d.device_kind) for d in devices}
     if len(kinds) > 1:
@@ -111,7 +113,8 @@ def logical_names(params_spec: Any) -> list[tuple[str | None, ...]]:
     """Logical axis names of every parameter leaf from flax metadata; all None where there is none.
 
     Args:
-        params_spec: Parameters (or their shapes) with linen `Partitioned` boxes or nnx variable metadata, or without.
+        params_spec: Parameters (or their shapes) with linen `Partitioned` boxes or nnx variable metadata, or
+            without.
     """
     leaves = jax.tree.leaves(params_spec)
     none: list[tuple[str | None, ...]] = [(None,) * leaf.ndim for leaf in leaves]
@@ -145,7 +148,8 @@ def compute_spec(shape: Sequence[int], names: Sequence[str | None], submesh: Sub
 
 
 def stored_spec(shape: Sequence[int], names: Sequence[str | None], submesh: Submesh) -> P:
-    """Layout of a stored parameter and its optimizer state: as computed with, and over `fsdp` along the largest dim that divides.
+    """Layout of a stored parameter and its optimizer state: as computed with, and over `fsdp` along the
+    largest dim that divides.
 
     A dim named `embed` is preferred. What no dim of divides evenly stays whole.
     """

@@ -1,9 +1,13 @@
 """The only code that moves an array between submeshes.
 
-One carrier so far: between submeshes of one process. Nothing here waits for a value to be computed on the thread that
-dispatches: `jax.device_put` does not block when every piece that a destination device needs already is a piece of the
-source, so both sides are brought to a common grid first (pieces that lie in one shard of the source and in one of the
-destination). Between two JAX clients (CPU and GPU in one process) `device_put` always waits for the producer, so it runs on a
+One carrier so far: between submeshes of one process. Nothing here waits for a value to be computed on the
+thread that
+dispatches: `jax.device_put` does not block when every piece that a destination device needs already is a
+piece of the
+source, so both sides are brought to a common grid first (pieces that lie in one shard of the source and in
+one of the
+destination). Between two JAX clients (CPU and GPU in one process) `device_put` always waits for the producer,
+so it runs on a
 worker thread, and the reader gets a future.
 """
 
@@ -99,7 +103,8 @@ class Carrier:
     def move(self, sources: Sequence[tuple[jax.Array, Layout]], to: Layout, dtype: str) -> Any:
         """Bring a value from the members that hold its rows to one member's layout.
 
-        Returns at once; whoever reads the result waits for it. Traffic: the bytes of `to`'s rows for each device of `to`.
+        Returns at once; whoever reads the result waits for it. Traffic: the bytes of `to`'s rows for each
+        device of `to`.
 
         Args:
             sources: The value's parts and their layouts; together they cover `to`'s rows.

@@ -1,0 +1,108 @@
+"""Train state in a layout that no plan shows through: whole parameters and plain optax state, by path, on the
+host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hetjax.errors import UserError
+from hetjax.flat import Piece
+from hetjax.optimizer import Pieces, UpdateUnit
+from hetjax.placement import Placement
+from hetjax.program import Program
+
+
+def export_params(program: Program, masters: Mapping[Piece, jax.Array]) -> dict[str, np.ndarray]:
+    """Every parameter leaf by path, stacked leaves whole."""
+    leaves = program.assemble({p: np.asarray(a) for p, a in masters.items()})
+    return dict(zip(program.leaf_paths, leaves, strict=True))
+
+
+def export_optimizer(
+    optimizer: Pieces, units: list[UpdateUnit], states: list[list[jax.Array]]
+) -> dict[str, np.ndarray]:
+    """Every leaf of the optimizer state by its path in plain `tx.init(params)`."""
+    parts: dict[str, dict[int, Any]] = {}
+    for unit, state in zip(units, states, strict=True):
+        for path, array in zip(unit.state_paths, state, strict=True):
+            piece = optimizer.piece_of(path, unit.pieces)
+            parts.setdefault(path, {})[piece.index or 0 if piece else 0] = (piece, array)
+    out = {}
+    for path, spec in optimizer.whole_specs().items():
+        found = parts[path]
+        piece, array = next(iter(found.values()))
+        if piece is not None and piece.axis is not None and array.shape != spec.shape:
+            stack = [np.asarray(found[i][1]) for i in range(len(found))]
+            out[path] = np.stack(stack, axis=_stack_axis(spec.shape, array.shape, piece.axis))
+        else:
+            out[path] = np.asarray(array)
+    return out
+
+
+def _stack_axis(whole: tuple[int, ...], part: tuple[int, ...], axis: int) -> int:
+    """Where slices join: the parameter's own axis if the shapes agree there, else the first that fits."""
+    fits = [a for a in range(len(whole)) if whole[:a] + whole[a + 1 :] == part]
+    assert fits, f"optimizer state of shape {part} is no slice of one of shape {whole}"
+    return axis if axis in fits else fits[0]
+
+
+def _check(kind: str, given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    changed = [k for k in expected.keys() & given.keys() if tuple(given[k].shape) != tuple(expected[k].shape)]
+    if missing or extra or changed:
+        detail = [f"missing {missing[:3]}"] * bool(missing) + [f"not known here {extra[:3]}"] * bool(extra)
+        detail += [
+            f"{k} has shape {tuple(given[k].shape)}, here {tuple(expected[k].shape)}"
+            for k in sorted(changed)[:3]
+        ]
+        raise UserError(
+            f"The saved {kind} are not those of this program: {'; '.join(detail)}. Restore with the model "
+            f"and optimizer that "
+            "the state was saved with."
+        )
+
+
+def import_params(program: Program, placement: Placement, saved: Mapping[str, Any]) -> dict[Piece, jax.Array]:
+    """Place saved parameters.
+
+    Raises:
+        UserError: Names or shapes differ from the program's.
+    """
+    _check("parameters", saved, dict(zip(program.leaf_paths, program.leaf_specs, strict=True)))
+    masters = {}
+    for piece in program.pieces:
+        whole, spec = np.asarray(saved[program.leaf_paths[piece.leaf]]), program.piece_spec(piece)
+        part = whole if piece.axis is None else np.take(whole, piece.index, axis=piece.axis)
+        masters[piece] = jax.device_put(part.astype(spec.dtype), placement.stored_sharding(piece))
+    return masters
+
+
+def import_optimizer(
+    optimizer: Pieces, units: list[UpdateUnit], saved: Mapping[str, Any]
+) -> list[list[jax.Array]]:
+    """Place saved optimizer state.
+
+    Raises:
+        UserError: Names or shapes differ from what the optimizer keeps for the program.
+    """
+    whole = optimizer.whole_specs()
+    _check("optimizer states", saved, whole)
+    out = []
+    for unit in units:
+        state = []
+        leaves = zip(unit.state_paths, unit.state_specs, unit.state_shardings, strict=True)
+        for path, spec, sharding in leaves:
+            array = np.asarray(saved[path])
+            if array.shape != spec.shape:
+                piece = optimizer.piece_of(path, unit.pieces)
+                assert piece is not None and piece.axis is not None, (
+                    f"{path} changes shape without being a slice"
+                )
+                array = np.take(array, piece.index, axis=_stack_axis(array.shape, spec.shape, piece.axis))
+            state.append(jax.device_put(array.astype(spec.dtype), sharding))
+        out.append(state)
+    return out
