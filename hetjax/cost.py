@@ -287,8 +287,7 @@ def member_memory(
     axes: Mapping[str, int],
     remat: Sequence[str],
     in_flight: int,
-    waiting_inputs: int = 0,
-    input_bytes_per_row: Number = 0.0,
+    waiting_bytes: Number = 0.0,
 ) -> Memory:
     """Bytes per device of a member.
 
@@ -299,8 +298,7 @@ def member_memory(
         axes: Sizes of `dp`, `fsdp`, `tp`.
         remat: Policy of each segment.
         in_flight: Microbatches between forward and backward at once.
-        waiting_inputs: Boundary values that may have arrived before they are used.
-        input_bytes_per_row: Size of those, float32.
+        waiting_bytes: Boundary values that have arrived before they are used.
     """
     tp, fsdp = axes.get("tp", 1), axes.get("fsdp", 1)
     size = DTYPE_BYTES[group.dtype] / 4
@@ -317,7 +315,7 @@ def member_memory(
         accumulator_bytes=params / tp,
         kept_bytes_per_microbatch=kept,
         in_flight=in_flight,
-        waiting_bytes=waiting_inputs * input_bytes_per_row * local_rows * size,
+        waiting_bytes=waiting_bytes,
         workspace_bytes=max(temporaries * local_rows * size / tp, params / (fsdp * tp)),
     )
 

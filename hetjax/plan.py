@@ -10,7 +10,7 @@ from typing import Any
 
 from hetjax import cost
 from hetjax.cluster import Cluster
-from hetjax.devices import Number
+from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
 
 FORMAT = "hetjax-plan-1"
@@ -222,22 +222,37 @@ class Plan:
         bounds = in_flight_bounds(self.schedule, self.lanes(), self.num_microbatches)
         result = {}
         for s, stage in enumerate(self.stages):
-            inside = segments[slice(*stage.segments)]
-            crossing_in = sum(b for (_, consumer), b in edges.items() if consumer == s)
-            producers = [p for (p, consumer) in edges if consumer == s]
-            waiting = max([bounds.stage[p] - bounds.stage[s] for p in producers] + [0]) + 2 * bool(producers)
+            waiting = self._waiting_bytes_per_row(s, edges, bounds)
             for k, member in enumerate(stage.members):
                 result[s, k] = cost.member_memory(
-                    inside,
+                    segments[slice(*stage.segments)],
                     self.cluster.group(member.group),
                     rows=member.num_rows,
                     axes=member.axes,
                     remat=member.remat,
                     in_flight=bounds.stage[s],
-                    waiting_inputs=waiting,
-                    input_bytes_per_row=crossing_in,
+                    waiting_bytes=waiting * member.num_rows / (member.axis("dp") * member.axis("fsdp")),
                 )
         return result
+
+    def _waiting_bytes_per_row(
+        self, stage: int, edges: Mapping[tuple[int, int], Number], bounds: Bounds
+    ) -> Number:
+        """Boundary values that have arrived and wait for their task.
+
+        Inputs: as many as the producer may run ahead, and one on its way. Cotangents: two, since a backward
+            that can
+        run soon does; under `gpipe` all.
+        """
+        total = 0.0
+        for (producer, consumer), size in edges.items():
+            dtype = self.cluster.group(self.stages[producer].members[0].group).dtype
+            per_row = size * DTYPE_BYTES[dtype] / 4
+            if consumer == stage:
+                total += per_row * (max(bounds.stage[producer] - bounds.stage[stage], 0) + 1)
+            if producer == stage:
+                total += per_row * (bounds.stage[stage] if self.schedule == "gpipe" else 2)
+        return total
 
     def device_memory(self, program: cost.ProgramLike) -> dict[tuple[str, int], Number]:
         """Peak bytes of each used device, by the schedule's stated bounds.
