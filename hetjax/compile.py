@@ -9,9 +9,10 @@ carries a leading dim of one entry a shard.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,31 @@ from hetjax.flat import Flat, Unit
 from hetjax.rows import RowDim
 from hetjax.sharding import BATCH_AXES, Submesh, activation_spec
 from hetjax.transfer import Layout
+
+T = TypeVar("T")
+
+
+class Shared:
+    """What is compiled once in a process: a moved stage boundary or another plan finds it again.
+
+    Keys hold all that a value depends on. The least recently used values are dropped beyond `size`.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Start empty."""
+        self._size, self._kept = size, collections.OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key, made now if need be."""
+        if key not in self._kept:
+            self._kept[key] = make()
+            if len(self._kept) > self._size:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+compiled = Shared(2048)
 
 
 def row_dim(follows: Any) -> RowDim | None:

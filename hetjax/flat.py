@@ -18,7 +18,7 @@ from hetjax import jaxprs
 from hetjax import rows as row_analysis
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Piece:
     """A parameter leaf, or one slice of a leaf that a scan over layers stacks.
 

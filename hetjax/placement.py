@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hetjax import jaxprs
-from hetjax.compile import UnitExecutables, UnitSetting, offsets, row_dim, value_layout
+from hetjax.compile import UnitExecutables, UnitSetting, compiled, offsets, row_dim, value_layout
 from hetjax.errors import UserError
 from hetjax.flat import Data, Flat, Piece, Unit, lift_literals
 from hetjax.optimizer import Pieces, UpdateUnit
@@ -110,7 +110,6 @@ class Placement:
         self.names = logical_names(program.params_spec)
         self.places: list[Place] = []
         self._place_of: dict[Any, Place] = {}
-        self._executables: dict[Any, UnitExecutables] = {}
         self._constants: dict[Any, jax.Array] = {}
         self.stage_of_segment = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.segments)]
         self.members = {
@@ -208,9 +207,8 @@ class Placement:
         flatten = place.submesh.tp == 1 and place.submesh.mesh.devices.flat[0].platform == "cpu"
         setting = UnitSetting(place.submesh, remat, whole, flatten)
         trainable = [self.program.trainable(p) for p in unit.params]
-        key = (unit.key, place.index, remat, flat.rows)
-        if key not in self._executables:
-            self._executables[key] = UnitExecutables(flat, unit, trainable, setting)
+        key = ("unit", unit.key, setting, flat.rows, tuple(trainable))
+        functions = compiled.get(key, lambda: UnitExecutables(flat, unit, trainable, setting))
         data = []
         for source in unit.data:
             if source.kind == "const":
@@ -220,7 +218,7 @@ class Placement:
             else:
                 data.append(source)
         moving = tuple(p for p, t in zip(unit.params, trainable, strict=True) if t)
-        return UnitRun(unit, self._executables[key], tuple(data), moving)
+        return UnitRun(unit, functions, tuple(data), moving)
 
     def _constant(self, place: Place, key: tuple) -> jax.Array:
         if (place.index, *key) not in self._constants:
@@ -327,16 +325,13 @@ class Placement:
         by_segment: dict[int, list[Piece]] = {}
         for piece in self.program.pieces:
             by_segment.setdefault(self.owner_segment[piece], []).append(piece)
-        compiled: dict[Any, Any] = {}
         masters: dict[Piece, jax.Array] = {}
         for pieces in by_segment.values():
             place = self.owner_place[pieces[0]]
-            masters |= zip(pieces, self._init_pieces(pieces, place, seed, compiled), strict=True)
+            masters |= zip(pieces, self._init_pieces(pieces, place, seed), strict=True)
         return masters
 
-    def _init_pieces(
-        self, pieces: Sequence[Piece], place: Place, seed: int, compiled: dict
-    ) -> list[jax.Array]:
+    def _init_pieces(self, pieces: Sequence[Piece], place: Place, seed: int) -> list[jax.Array]:
         inner, consts = jaxprs.open_jaxpr(self.program.init_jaxpr)
         leaves = list(dict.fromkeys(p.leaf for p in pieces))
         outvars = [inner.outvars[leaf] for leaf in leaves]
@@ -344,20 +339,18 @@ class Placement:
         invars = [*inner.invars, *inner.constvars, *(v for v, _ in literals)]
         shardings = [self.stored_sharding(p) for p in pieces]
         slots = tuple((leaves.index(p.leaf), p.axis) for p in pieces)
-        specs = tuple(str(s.spec) for s in shardings)
-        key = (jaxprs.equations_key(eqns, invars, outvars), place.index, slots, specs)
-        if key not in compiled:
+        key = ("init", jaxprs.equations_key(eqns, invars, outvars), slots, tuple(shardings))
 
-            def init(given: list, indices: list) -> list[Any]:
-                made = jaxprs.evaluate(eqns, dict(zip(invars, given, strict=True)), outvars)
-                return [
-                    jnp.asarray(made[slot])
-                    if axis is None
-                    else jax.lax.dynamic_index_in_dim(made[slot], i, axis, keepdims=False)
-                    for (slot, axis), i in zip(slots, indices, strict=True)
-                ]
+        def init(given: list, indices: list) -> list[Any]:
+            made = jaxprs.evaluate(eqns, dict(zip(invars, given, strict=True)), outvars)
+            return [
+                jnp.asarray(made[slot])
+                if axis is None
+                else jax.lax.dynamic_index_in_dim(made[slot], i, axis, keepdims=False)
+                for (slot, axis), i in zip(slots, indices, strict=True)
+            ]
 
-            compiled[key] = jax.jit(init, out_shardings=shardings)
+        function = compiled.get(key, lambda: jax.jit(init, out_shardings=shardings))
         given = [jax.random.key(seed), *consts, *(np.asarray(d.index, d.dtype) for _, d in literals)]
         given = [jax.device_put(g, place.submesh.replicated) for g in given]
-        return compiled[key](given, [np.int32(p.index or 0) for p in pieces])
+        return function(given, [np.int32(p.index or 0) for p in pieces])

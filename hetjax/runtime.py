@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from hetjax import canonical
+from hetjax.compile import compiled
 from hetjax.errors import UserError
 from hetjax.flat import Piece
 from hetjax.optimizer import LossScale, Pieces, UpdateFunctions, UpdateUnit, next_scale
@@ -145,10 +146,13 @@ class Trainer:
         halves = any(p.dtype == "float16" for p in self.placement.places)
         self.loss_scale = loss_scale or (LossScale() if halves else None)
         self._units: list[UpdateUnit] = self.placement.update_units(self.optimizer)
-        shared: dict[Any, UpdateFunctions] = {}
         scaled = self.loss_scale is not None
         self._functions = [
-            shared.setdefault(u.class_key(), UpdateFunctions(u, clip_norm, scaled)) for u in self._units
+            compiled.get(
+                ("update", *u.class_key(), clip_norm, scaled),
+                lambda u=u: UpdateFunctions(u, clip_norm, scaled),
+            )
+            for u in self._units
         ]
         self._two_phases = clip_norm is not None or scaled
         self._home = self.placement.places[-1]
