@@ -1,4 +1,4 @@
-"""The command line: train a model over unlike devices, print a plan, look at what is attached."""
+"""Train flax models over accelerators that are not all alike: plan, train, and see what is attached."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ def plan_command(
     model_config = models.parse(config.model, str(job_file))
     cluster, plan = read_cluster(mesh, plan_file)
     if cluster is not None:
-        jax.config.update("jax_platforms", "cpu")
+        with contextlib.suppress(RuntimeError):  # JAX has started
+            jax.config.update("jax_platforms", "cpu")
     cluster = cluster or Cluster.detect()
     program = trace(config, model_config)
     plan = plan or plan_for(program, cluster, config)
@@ -268,13 +269,15 @@ def _groups(shape: Mapping[str, tuple[str, int]]) -> str:
 
 
 def start_jax(cluster: Cluster | None) -> None:
-    """Tell JAX before it starts how many CPU devices to make, and to leave unused accelerators alone."""
-    if cluster is None:
-        return
+    """Set JAX up before it starts: CPU devices, no accelerator that is not used, compiled programs kept."""
     wanted: dict[str, Any] = {}
-    if cluster.num_cpu_devices():
+    flags: Any = jax.config
+    if not flags.jax_compilation_cache_dir:  # an environment variable or a caller goes first
+        wanted["jax_compilation_cache_dir"] = str(data.cache_folder(data.DataConfig()) / "compiled")
+        wanted["jax_persistent_cache_min_compile_time_secs"] = 0.1
+    if cluster is not None and cluster.num_cpu_devices():
         wanted["jax_num_cpu_devices"] = cluster.num_cpu_devices()
-    if all(group.jax_backend == "cpu" for group in cluster.groups):
+    if cluster is not None and all(group.jax_backend == "cpu" for group in cluster.groups):
         wanted["jax_platforms"] = "cpu"
     for name, value in wanted.items():
         # JAX has started where this file is used as a library; what it then lacks, Cluster.attach reports

@@ -252,12 +252,6 @@ def surroundings() -> list[str]:
             f"One process sees devices of several kinds ({', '.join(sorted(kinds))}), which JAX does not "
             "handle reliably. Hide all but one kind with CUDA_VISIBLE_DEVICES."
         )
-    settings: Any = jax.config
-    if not settings.jax_compilation_cache_dir:
-        advice.append(
-            "Compiled programs are not kept between runs. To start faster: "
-            "export JAX_COMPILATION_CACHE_DIR=~/.cache/jax"
-        )
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         advice.append(
             "XLA_FLAGS sets the number of CPU devices, which hetjax sets from the cluster file. Remove "
