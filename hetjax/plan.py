@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hetjax import cost
-from hetjax.cluster import Cluster
+from hetjax.cluster import GIB, Cluster
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
 
@@ -401,10 +401,42 @@ def _table(plan: Plan) -> str:
         f"{plan.microbatch_rows} rows (global batch {plan.global_batch})"
     )
     parts = [head, "", columns(rows)]
-    report = plan.predicted.get("report")
-    if report:
-        parts += ["", str(report)]
+    if "step_time_s" in plan.predicted:
+        parts += ["", *_prediction_lines(plan)]
     return "\n".join(parts)
+
+
+def _prediction_lines(plan: Plan) -> list[str]:
+    """What the planner predicted: the step, each group's use, the alternatives."""
+    predicted = plan.predicted
+    line = f"Predicted: {_seconds(predicted['step_time_s'])} a step"
+    if "rows_per_s" in predicted:
+        line += f", {predicted['rows_per_s']:.4g} rows/s"
+    if "limit" in predicted and "efficiency" in predicted:
+        limit = _seconds(predicted["limit"]["step_time_s"])
+        line += f"; limit {limit}, efficiency {predicted['efficiency']:.2f}"
+    lines = [line]
+    if "binds" in predicted:
+        lines.append(f"What binds: {predicted['binds']}")
+    rows: list[Sequence[str]] = [("group", "busy", "recompute", "bubble", "transfer", "memory of a device")]
+    for name, use in predicted.get("groups", {}).items():
+        have = plan.cluster.group(name).memory_bytes
+        of = "" if have is None else f" of {have / GIB:.1f}"
+        shares = [f"{use[key]:.1%}" for key in ("busy", "recompute", "bubble", "transfer")]
+        rows.append((name, *shares, f"{use['peak_gib']:.2f}{of} GiB"))
+    if len(rows) > 1:
+        lines += ["", columns(rows)]
+    rejected = [
+        (r["what"], "-" if r["step_time_s"] is None else _seconds(r["step_time_s"]), r["why"])
+        for r in predicted.get("rejected", [])
+    ]
+    if rejected:
+        lines += ["", columns([("rejected", "a step", "why"), *rejected])]
+    return lines
+
+
+def _seconds(value: Number) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

@@ -358,8 +358,9 @@ class _Play:
         self.next[op][u] += 1
         if op == "F":
             self.lane_forwards_left[lane] -= 1
-            for k in range(self.lowest, m):
-                self.need[lane][k] += 1
+            if self.kind == "interleaved":
+                for k in range(self.lowest, m):
+                    self.need[lane][k] += 1
         self.lane_left[lane] -= 1
         return Task(op, self.stage[u], m, self.units[u][1])
 
@@ -376,7 +377,7 @@ class _Play:
         events: list[tuple[float, int, int, str, int, int]] = []
         sequence = 0
         idle = set(range(graph.num_lanes))
-        now, touched = 0.0, set(idle)
+        now, touched, drained = 0.0, set(idle), False
         while True:
             for lane in sorted(touched & idle):
                 choice = self.pick(lane)
@@ -385,9 +386,11 @@ class _Play:
                     task = self.start(op, u)
                     order.append(task)
                     idle.discard(lane)
+                    drained |= self.lane_left[lane] == 0
                     sequence += 1
                     heapq.heappush(events, (now + self.seconds[op][u], sequence, 0, op, u, task.microbatch))
-            order += reduces.ready()
+            if drained:
+                order += reduces.ready()
             if not events:
                 break
             now, touched = events[0][0], set()
@@ -399,8 +402,12 @@ class _Play:
                     continue
                 idle.add(self.lane[u])
                 for target_op, v, delay in self.finish(op, u, m):
-                    sequence += 1
-                    heapq.heappush(events, (now + delay, sequence, 1, target_op, v, m))
+                    if delay:
+                        sequence += 1
+                        heapq.heappush(events, (now + delay, sequence, 1, target_op, v, m))
+                    else:
+                        self.missing[target_op][v][m] -= 1
+                        touched.add(self.lane[v])
                 if op == "B":
                     touched |= self.settle(m)
         left = [
@@ -414,8 +421,9 @@ class _Play:
         if op == "F":
             sent = [("F", v, self.delay.get((self.stage[u], self.stage[v]), 0.0)) for v in self.consumers[u]]
             return [("B", u, 0.0), *sent]
-        for k in range(self.lowest, m + 1):
-            self.need[self.lane[u]][k] -= 1
+        if self.kind == "interleaved":
+            for k in range(self.lowest, m + 1):
+                self.need[self.lane[u]][k] -= 1
         return [("B", v, self.delay.get((self.stage[v], self.stage[u]), 0.0)) for v in self.producers[u]]
 
     def settle(self, m: int) -> set[int]:
