@@ -1,5 +1,7 @@
 """What hetjax.rows does not report is sound; what models usually do is not reported; what mixes rows is."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +42,9 @@ def report_of(fn, params=PARAMS, make=make_batch, *, rows=ROWS, other=OTHER):
     traces = [jax.make_jaxpr(fn)(params, make(r)) for r in (rows, other or rows)]
     num_params, num_batch = (len(jax.tree.leaves(tree)) for tree in (params, make(rows)))
     input_rows = [None] * num_params + [RowDim(0)] * num_batch
-    second = {"other": traces[1], "other_rows": other} if other else {}
-    return traces[0].jaxpr.outvars, analyse(traces[0], rows, input_rows, **second)
+    second = traces[1] if other else None
+    report = analyse(traces[0], rows, input_rows, other=second, other_rows=other)
+    return traces[0].jaxpr.outvars, report
 
 
 def part(batch, start, stop):
@@ -361,7 +364,7 @@ LAYOUTS = {
 def test_layouts_of_rows_are_followed_through_reshapes(name):
     fn, expected = LAYOUTS[name]
     x = make_batch(ROWS)["x"]
-    for rows, other in ((ROWS, OTHER), (SEQ, 9), (DIM, 9), (2, 3)):  # rows that equal other sizes, too
+    for rows, other in ((ROWS, OTHER), (SEQ, DIM)):  # rows that equal other sizes, too
         (out,), report = report_of(
             lambda p, x: fn(x), make=lambda rows: make_batch(rows)["x"], rows=rows, other=other
         )
@@ -414,7 +417,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.RMSNorm()(nn.LayerNorm()(nn.gelu(nn.Dense(DIM)(x))))
-        return x + nn.MultiHeadDotProductAttention(2)(x, x, mask=nn.make_causal_mask(x[..., 0]))
+        mask = nn.make_causal_mask(x[..., 0])
+        attend: Any = nn.MultiHeadDotProductAttention(2)
+        return x + attend(x, x, mask=mask)
 
 
 class Scanned(nn.Module):
@@ -452,7 +457,7 @@ def linen_loss(module, make, **kwargs):
         out = module.apply(variables, batch, **kwargs)
         return jnp.square(out[0] if kwargs else out).mean()
 
-    return fn, module.init(KEY, make(2))
+    return fn, jax.jit(module.init)(KEY, make(2))
 
 
 def make_x(rows):
@@ -529,7 +534,7 @@ def test_batch_norm_in_training_is_reported_by_its_name():
 
 
 def test_batch_norm_in_evaluation_is_not_reported():
-    norm = nn.BatchNorm(use_running_average=True)
+    norm: Any = nn.BatchNorm(use_running_average=True)
     variables = norm.init(KEY, make_x(2))
     outs, report = report_of(lambda v, x: norm.apply(v, x).mean(), variables, make_x)
     check(report, *outs)
@@ -552,7 +557,7 @@ def test_traces_that_are_other_programs_fall_back_to_one():
         return sum(jnp.sin(x).sum() for x in b["x"]) if b["x"].shape[0] < 10 else jnp.sin(b["x"]).sum()
 
     outs, report = report_of(fn)
-    assert "8 and 12 rows are different programs" in report.misaligned
+    assert "8 and 12 rows are different programs" in str(report.misaligned)
     assert not report.counted
     with pytest.raises(hetjax.UserError, match="takes single rows out of the batch|takes some of the rows"):
         check(report, *outs)
@@ -641,7 +646,7 @@ STEPS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, len(STEPS) - 1), min_size=1, max_size=6))
 def test_what_is_not_reported_is_sound(steps):
     def run(p, x):
@@ -659,8 +664,8 @@ def test_what_is_not_reported_is_sound(steps):
     except (TypeError, ValueError):  # shapes that the step can't take
         return
     value = report.of(out)
-    kept = isinstance(value, RowDim) and value.outer == 1 and report.growth(out) == 0
-    if kept and not report.causes(out):
+    kept = report.growth(out) == 0 and not report.causes(out)
+    if kept and isinstance(value, RowDim) and value.outer == 1:
         assert close(results[0][0], np.concatenate([r[0] for r in results[1:]], value.dim))
     value = report.of(total)
     if not report.causes(total) and report.counted:

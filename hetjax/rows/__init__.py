@@ -107,8 +107,8 @@ class RowsReport:
 
         Returns:
             See `Independent` and `PerRows`. For a `RowDim` 0, or k where each row's part is proportional to
-            rows**k, as in `x / rows`: such a value holds only for the number of rows it was computed with, and
-            may not be split or put together anew. None where rows are mixed, or for one trace.
+            rows**k, as in `x / rows`: such a value holds only for the number of rows it was computed with,
+            and may not be split or put together anew. None where rows are mixed, or for one trace.
         """
         value = self._value(var)
         unknown = not self.counted or value.causes or not value.linear or value.kind is Kind.OPAQUE

@@ -317,8 +317,8 @@ class Walk:
 
     def scan_(self, c: Call, other: JaxprEqn | None) -> list[Value]:
         """Values of a scan: over layers or time a fixed point, over the rows row by row."""
-        num_consts, num_carry = c.params["num_consts"], c.params["num_carry"]
         body, body_other = c.params["jaxpr"], other and other.params["jaxpr"]
+        num_consts, num_carry = _scan_sizes(c, open_jaxpr(body)[0])
         consts, carry = list(c.ins[:num_consts]), list(c.ins[num_consts : num_consts + num_carry])
         xs = list(c.ins[num_consts + num_carry :])
         slices = [_slice(v) for v in xs]
@@ -390,6 +390,16 @@ def one_row(c: Call) -> Value:
     if c.counted and any(v.kind is Kind.CONST and v.growth != 0 for v in c.ins):
         raise Mixes(COUNT)
     return Value(Kind.ROW, causes=causes_of(c.ins))
+
+
+def _scan_sizes(c: Call, body: Any) -> tuple[int, int]:
+    """Number of constants and of carried values, by their ranks: jax 0.12 has other parameters than 0.10."""
+
+    def whole(atoms: Any, avals: Any) -> int:  # how many a scan does not take or stack along a new dim
+        return sum(len(a.aval.shape) == len(b.shape) for a, b in zip(atoms, avals, strict=True))
+
+    num_carry = whole(body.outvars, c.out_avals)
+    return whole(body.invars, c.avals) - num_carry, num_carry
 
 
 def _moved(value: Value, by: int) -> Value:
