@@ -192,8 +192,8 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: j
     """Softmax attention as batched matrix products, the softmax in float32.
 
     The first half of the queries skips the second half of the keys, which it may not see, and the division by
-    the softmax's sum comes after the product with the values, on fewer numbers: together 11% of a GPT's step on
-    two CPU cores.
+    the softmax's sum comes after the product with the values, on fewer numbers: together 11% of a GPT's step
+    on two CPU cores.
 
     Args:
         query: `[rows, heads, seq, head_dim]`, already scaled.

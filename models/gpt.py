@@ -56,7 +56,6 @@ class LayerNorm(nnx.Module):
     """Mean 0 and variance 1 over the last dim, in float32, then scale and bias."""
 
     def __init__(self, num_features: int, rngs: nnx.Rngs):
-        """Make the parameters."""
         scale_init = nnx.with_partitioning(nnx.initializers.ones, ("embed",))
         bias_init = nnx.with_partitioning(nnx.initializers.zeros, ("embed",))
         self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), jnp.float32))
@@ -75,7 +74,6 @@ class Table(nnx.Module):
     """One vector for each id. (`nnx.Embed` keeps the dtype it was made with, whatever its parameter has.)"""
 
     def __init__(self, num_ids: int, num_features: int, name: str, rngs: nnx.Rngs):
-        """Draw the parameter."""
         init = _normal(0.02, name, "embed")
         self.embedding = nnx.Param(init(rngs.params(), (num_ids, num_features), jnp.float32))
 
@@ -92,7 +90,6 @@ class Attention(nnx.Module):
     """Causal self-attention."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        """Draw the parameters."""
         embed, residual_scale = config.embed_dim, 0.02 / math.sqrt(2 * config.num_layers)
         self.config = config
         self.query = _linear(embed, embed, ("embed", "heads"), 0.02, rngs)
@@ -134,7 +131,6 @@ class MLP(nnx.Module):
     """Two dense layers with a GELU between."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        """Draw the parameters."""
         residual_scale = 0.02 / math.sqrt(2 * config.num_layers)
         self.config = config
         self.up = _linear(config.embed_dim, config.mlp_width, ("embed", "mlp"), 0.02, rngs)
@@ -152,7 +148,6 @@ class Block(nnx.Module):
     """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        """Draw the parameters."""
         self.config = config
         self.attention_norm = LayerNorm(config.embed_dim, rngs)
         self.attention = Attention(config, rngs)
@@ -173,7 +168,6 @@ class GPT(nnx.Module):
     """Token ids to logits."""
 
     def __init__(self, config: GPTConfig, seq_len: int, vocab_size: int, rngs: nnx.Rngs):
-        """Draw the parameters in float32."""
         self.config = config
         embed = config.embed_dim
         self.tokens = Table(vocab_size, embed, "vocab", rngs)

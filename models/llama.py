@@ -89,7 +89,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., embed]` to the same, in the dtype of `x`."""
         scale_init = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
-        scale = self.param("scale", scale_init, (x.shape[-1],))
+        scale: Any = self.param("scale", scale_init, (x.shape[-1],))
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
         return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -117,10 +117,9 @@ class Attention(nn.Module):
         query = split_heads(query, config.num_heads, "heads")
         key, value = split_heads(key, kv_heads, "kv"), split_heads(value, kv_heads, "kv")
         query, key = rotate(query * head_dim**-0.5, tables), rotate(key, tables)
-        mixed = common.causal_attention(query, key, value, bias).transpose(0, 2, 1, 3)
-        return _dense(embed, ("heads", "embed"), "out")(mixed.reshape(rows * seq, embed)).reshape(
-            rows, seq, embed
-        )
+        mixed = common.causal_attention(query, key, value, bias)
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(rows * seq, embed)
+        return _dense(embed, ("heads", "embed"), "out")(mixed).reshape(rows, seq, embed)
 
 
 class MLP(nn.Module):
@@ -209,7 +208,7 @@ def build(config: LlamaConfig, *, seq_len: int, vocab_size: int) -> common.Model
     def init_fn(key: jax.Array) -> Any:
         return module.init(key, {"tokens": jnp.zeros((1, 1), jnp.int32)})
 
-    def apply(params: Any, batch: common.Batch, rng: jax.Array | None) -> jax.Array:
+    def apply(params: Any, batch: common.Batch, rng: jax.Array | None) -> Any:
         del rng
         return module.apply(params, batch)
 
