@@ -141,7 +141,8 @@ def train_command(
             console, f"{out_dir} has all {state.step} steps already. To train on, raise train.num_steps."
         )
         return
-    run_job(job, state, plan, config, out_dir, console)
+    with contextlib.closing(trainer):
+        run_job(job, state, plan, config, out_dir, console)
 
 
 def run_job(job: train.Job, state: Any, plan: Plan, config: Config, out_dir: Path, console: Console) -> None:
@@ -305,7 +306,12 @@ def measured(cluster: Cluster) -> Cluster:
 def plan_for(program: Program, cluster: Cluster, config: Config) -> Plan:
     """Let the planner plan, with what the job file fixes."""
     return hetjax.make_plan(
-        program, cluster, num_microbatches=config.plan.num_microbatches, schedule=config.plan.schedule
+        program,
+        cluster,
+        num_microbatches=config.plan.num_microbatches,
+        schedule=config.plan.schedule,
+        remat=config.plan.remat,
+        allow_row_split=config.plan.row_split == "allowed",
     )
 
 

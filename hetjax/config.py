@@ -143,10 +143,14 @@ class PlanConfig(Section):
     Attributes:
         num_microbatches: Slices of the global batch.
         schedule: Order of the tasks.
+        remat: What the backward pass recomputes: "none" nothing, "full" all, "dots" all but the matmuls.
+        row_split: Whether unlike groups may share a stage, each with its part of the rows.
     """
 
     num_microbatches: PositiveInt | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    remat: Literal["none", "full", "dots"] | None = None
+    row_split: Literal["never", "allowed"] = "never"
 
 
 class Config(Section):

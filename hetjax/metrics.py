@@ -56,7 +56,8 @@ class StepClock:
             window: Number of latest steps that `recent_s` averages over.
         """
         self._recent: deque[float] = deque(maxlen=window)
-        self._times: list[float] = []
+        self._sum_s = 0.0
+        self._num_steps = 0
         self._last: float | None = None
         self._warm = False
         self.first_step_s: float | None = None
@@ -74,31 +75,22 @@ class StepClock:
             pass
         elif self._warm:
             self._recent.append(elapsed)
-            self._times.append(elapsed)
+            self._sum_s += elapsed
+            self._num_steps += 1
         else:
             self.first_step_s, self._warm = elapsed, True
         return elapsed
 
     @property
     def recent_s(self) -> float | None:
-        """Mean seconds a step over the window; before that the first step's; None before any step."""
-        if self._recent:
-            return sum(self._recent) / len(self._recent)
-        return self.first_step_s
-
-    @property
-    def median_s(self) -> float | None:
-        """Median seconds a step, compilation left out; None before the second step."""
-        ordered = sorted(self._times)
-        if not ordered:
-            return None
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        """Mean seconds a step over the window; None before the second step."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
 
     @property
     def mean_s(self) -> float | None:
-        """Mean seconds a step, compilation left out; None before the second step."""
-        return sum(self._times) / len(self._times) if self._times else None
+        """Mean seconds a step of all; None before the second step."""
+        # not a median: metrics of several steps may arrive together, so that single intervals mean little
+        return self._sum_s / self._num_steps if self._num_steps else None
 
 
 def bits_per_byte(loss_nats: float, num_tokens: int | float, num_bytes: int | float) -> float:

@@ -24,7 +24,7 @@ class Summary:
         num_steps: Steps of the whole job.
         wall_s: Seconds from the first step to the end.
         first_step_s: Seconds of the first step, compilation included; None without one.
-        step_time_s: Median seconds a step without compilation, validation and checkpoints; None below two.
+        step_time_s: Mean seconds a step without compilation, validation and checkpoints; None below two.
         predicted_step_time_s: What the plan said; None where it says nothing.
         tokens_per_s: Over the steps that `step_time_s` covers.
         loss: Smoothed training loss at the end.

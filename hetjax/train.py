@@ -199,7 +199,7 @@ class Loop:
             CheckpointError: The last checkpoint could not be written.
         """
         first = int(state.step)
-        begun = time.perf_counter()
+        self._begun_s = time.perf_counter()
         self._rates = self._learning_rates()
         settings = self._job.settings
         resumed = first if first else None
@@ -210,7 +210,7 @@ class Loop:
             ) as self._writer,
         ):
             last = self._steps(state)
-        return self._summary(first, last, time.perf_counter() - begun)
+        return self._summary(first, last, time.perf_counter() - self._begun_s)
 
     def _steps(self, state: Any) -> int:
         job, settings = self._job, self._job.settings
@@ -253,7 +253,7 @@ class Loop:
         """Wait for the oldest outstanding step's metrics, check them and show them."""
         step, metrics, timed = self._pending.popleft()
         values = dict(metrics.fetch())
-        elapsed = self._clock.tick(time.perf_counter(), counted=not timed)
+        self._clock.tick(time.perf_counter(), counted=not timed)
         if timed:
             self._busy.append(dict(metrics.busy))
         self._write_held()
@@ -262,7 +262,7 @@ class Loop:
         record: dict[str, float | None] = dict(values)
         if self._rates is not None:
             record["learning_rate"] = float(self._rates[step - 1])
-        record |= {"step_time_s": elapsed, "tokens_per_s": rate}
+        record |= {"tokens_per_s": rate, "elapsed_s": time.perf_counter() - self._begun_s}
         self._held = (step, record)
         self._display.step(step, values, rate, step_s)
         self._check_finite(step, values)
@@ -347,7 +347,7 @@ class Loop:
             return np.asarray(jax.jit(jax.vmap(self._job.learning_rate))(steps))
 
     def _summary(self, first: int, last: int, wall_s: float) -> Summary:
-        mean, median = self._clock.mean_s, self._clock.median_s
+        step_s = self._clock.mean_s
         busy: dict[str, float] = {}
         for group in self._busy[0] if self._busy else ():
             busy[group] = float(np.mean([shares[group] for shares in self._busy]))
@@ -359,14 +359,14 @@ class Loop:
             num_steps=self._job.settings.num_steps,
             wall_s=wall_s,
             first_step_s=self._clock.first_step_s,
-            step_time_s=median,
+            step_time_s=step_s,
             predicted_step_time_s=self._job.predicted_step_time_s,
-            tokens_per_s=self._job.num_tokens_per_step / mean if mean else None,
+            tokens_per_s=self._job.num_tokens_per_step / step_s if step_s else None,
             loss=self._display.loss,
             validation_loss=loss,
             validation_bits_per_byte=per_byte,
             busy_share=busy,
-            utilisation=self._job.utilisation(median) if self._job.utilisation and median else None,
+            utilisation=self._job.utilisation(step_s) if self._job.utilisation and step_s else None,
             stopped_by=self._stop.received.name if self._stop.received else None,
             checkpoint=str(self._out_dir / CHECKPOINTS / str(steps[-1])) if steps else None,
         )

@@ -173,9 +173,7 @@ def test_a_newer_format_is_refused(tmp_path):
     saver.close()
     meta = tmp_path / "1" / "meta" / "metadata"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format_version": 99}))
-    with pytest.raises(
-        UserError, match=r"is in format 99, and this hetjax reads up to 1. Update hetjax"
-    ):
+    with pytest.raises(UserError, match=r"is in format 99, and this hetjax reads up to 1. Update hetjax"):
         load(tmp_path)
 
 

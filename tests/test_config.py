@@ -52,6 +52,7 @@ def test_the_command_line_goes_over_the_file(job):
             'data.tokenizer="bpe"',
             "plan.num_microbatches=4",
             "plan.schedule=1f1b",
+            "plan.remat=none",
             "train.eval_every=None",
             "description=two words",
         ],
@@ -61,7 +62,7 @@ def test_the_command_line_goes_over_the_file(job):
     assert (config.optimizer.learning_rate, config.optimizer.clip_norm) == (1, None)
     assert (config.data.source, config.data.paths) == ("text", ("/texts/*.txt",))
     assert (config.data.tokenizer, config.data.vocab_size) == ("bpe", None)
-    assert (config.plan.num_microbatches, config.plan.schedule) == (4, "1f1b")
+    assert (config.plan.num_microbatches, config.plan.schedule, config.plan.remat) == (4, "1f1b", "none")
     assert config.description == "two words"
 
 
