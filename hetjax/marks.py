@@ -17,8 +17,7 @@ def cut(x: Any) -> Any:
     """Mark a place where the model may be divided between devices.
 
     An identity: a model with cuts runs, differentiates and compiles anywhere. Marks that follow each other
-    with
-    nothing computed between them count as one cut.
+    with nothing computed between them count as one cut.
 
     Args:
         x: An array or a pytree of arrays of any dtype; what later blocks read.
@@ -32,8 +31,7 @@ def cut(x: Any) -> Any:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Name the dims of an activation so that each group can lay it out by its own rules.
 
-    An identity outside hetjax. Inside, a dim whose name a group's rules map to a tensor axis is sharded over
-    it.
+    An identity outside hetjax. Inside, a dim whose name a group's rules map to a tensor axis is sharded over it.
 
     Args:
         x: An array.
@@ -76,6 +74,6 @@ class Mean:
 
     @property
     def value(self) -> jax.Array:
-        """The mean; 0 where the weight is 0."""
-        weight = jnp.asarray(self.weight)
-        return jnp.where(weight == 0, 0.0, self.total / jnp.where(weight == 0, 1, weight))
+        """The mean, float32; 0 where the weight is 0."""
+        total, weight = jnp.asarray(self.total, jnp.float32), jnp.asarray(self.weight, jnp.float32)
+        return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
