@@ -28,6 +28,9 @@ NUM_SIMULATED = 16
 WORTH = 1.2
 """Layouts that cannot come within this factor of the shortest estimate are not cut."""
 
+ALIKE = 1.005
+"""Of plans whose predicted times are within this factor, the one with the fewest stages is taken."""
+
 MAX_TASKS = 60_000
 """Tasks simulated in one search, in all: a bound on its time that does not depend on the machine."""
 
@@ -83,7 +86,9 @@ def make_plan(
     candidates = search.run(allow_row_split)
     if not candidates:
         search.refuse()
-    best = min(candidates, key=lambda c: c.rank)
+    shortest = min(c.simulation.step_time_s for c in candidates)
+    alike = [c for c in candidates if c.simulation.step_time_s <= shortest * ALIKE]
+    best = min(alike, key=lambda c: (len(c.plan.stages), c.rank))
     limit = compute_limit(program, cluster, search.costs)
     predicted = predictions(best, candidates, search.unfit, limit, program)
     plan = dataclasses.replace(best.plan, predicted=predicted)
