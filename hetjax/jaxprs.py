@@ -63,7 +63,8 @@ def holds_cut(eqn: Any) -> bool:
 
 def close(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Atom]) -> Any:
     """Make a closed jaxpr without constants of equations."""
-    return jex.ClosedJaxpr(jex.Jaxpr((), tuple(invars), tuple(outvars), list(eqns)), ())
+    info = jex.DebugInfo("hetjax", "unit", ("",) * len(invars), ("",) * len(outvars))
+    return jex.ClosedJaxpr(jex.Jaxpr((), tuple(invars), tuple(outvars), list(eqns), debug_info=info), ())
 
 
 def _is_call(eqn: Any) -> bool:

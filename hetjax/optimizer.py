@@ -10,7 +10,8 @@ its squares, all units read all sums.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,66 +95,120 @@ class Pieces:
         return next((p for p in pieces if f"/{path}".endswith("/" + self.program.leaf_paths[p.leaf])), None)
 
 
+_NEEDS_TREE = (
+    "This optax transformation needs the whole parameter tree: {what}. hetjax updates each parameter on the "
+    "group "
+    "that owns it. Give a global-norm clip as `hetjax.Trainer(..., clip_norm=1.0)` instead of "
+    "optax.clip_by_global_norm, and use transformations that treat each parameter by itself (adam, adamw, "
+    "sgd, lion, "
+    "...)."
+)
+
+
+def _trace_update(program: Program, tx: optax.GradientTransformation, leaves: Sequence[int]) -> tuple:
+    """The jaxpr of an update of some whole leaves: (jaxpr, input name by variable, output by name)."""
+
+    def tree(arrays: Sequence[Any]) -> Any:
+        placed: list[Any] = [optax.MaskedNode()] * len(program.leaf_specs)
+        for leaf, array in zip(leaves, arrays, strict=True):
+            placed[leaf] = array
+        return program.tree(placed)
+
+    specs = [program.leaf_specs[i] for i in leaves]
+    state = jax.eval_shape(lambda a: tx.init(tree(a)), specs)
+    with_path, treedef = jax.tree_util.tree_flatten_with_path(state)
+    paths = [path_string(p) for p, _ in with_path]
+
+    def update(gradients: list, params: list, states: list) -> tuple[list, list]:
+        updates, new = tx.update(tree(gradients), jax.tree.unflatten(treedef, states), tree(params))
+        return jax.tree.leaves(updates), jax.tree.leaves(new)
+
+    closed = jaxprs.inline(jax.make_jaxpr(update)(specs, specs, [s for _, s in with_path]))
+    inner, consts = jaxprs.open_jaxpr(closed)
+    names = [("gradient", i) for i in leaves] + [("param", i) for i in leaves] + [("state", p) for p in paths]
+    inputs = dict(zip(inner.invars, names, strict=True))
+    inputs |= {
+        v: ("const", jaxprs.text_key(np.asarray(c).tolist()))
+        for v, c in zip(inner.constvars, consts, strict=True)
+    }
+    outputs = dict(zip([n for n in names if n[0] != "param"], inner.outvars, strict=True))
+    return inner, inputs, outputs
+
+
 def check_per_parameter(program: Program, tx: optax.GradientTransformation) -> None:
-    """Try a transformation on small arrays, whole and piece by piece.
+    """Hold the update of each parameter by itself against its part in the update of all, equation by
+    equation.
+
+    Leaves of one shape and path (but for numbers) are represented by two. Slices of a stacked leaf are tried
+    out with numbers, too,
+    since an equation
+    (a mean over the leaf) may mean another thing there.
 
     Raises:
-        UserError: The results differ, or piece by piece fails.
+        UserError: They differ, or an update of a part of the tree fails.
     """
     samples: dict[tuple, list[int]] = {}
     stacked = {p.leaf: p.axis for p in program.pieces if p.axis is not None}
     for leaf, spec in enumerate(program.leaf_specs):
         if not program.frozen[leaf] and spec.size:
-            samples.setdefault((spec.shape, stacked.get(leaf)), []).append(leaf)
-    chosen = [leaf for leaves in samples.values() for leaf in leaves[:2]]
+            kind = re.sub(r"\d+", "#", program.leaf_paths[leaf])
+            samples.setdefault((spec.shape, stacked.get(leaf), kind), []).append(leaf)
+    chosen = sorted(leaf for leaves in samples.values() for leaf in leaves[:2])
+    try:
+        whole, whole_inputs, whole_outputs = _trace_update(program, tx, chosen)
+        for leaf in chosen:
+            alone, inputs, outputs = _trace_update(program, tx, [leaf])
+            names = list(outputs)
+            keys = [
+                _part_key(alone, inputs, [outputs[n] for n in names]),
+                _part_key(whole, whole_inputs, [whole_outputs[n] for n in names]),
+            ]
+            if keys[0] != keys[1]:
+                what = f"the update of {program.leaf_paths[leaf]!r} depends on others"
+                raise UserError(_NEEDS_TREE.format(what=what))
+            if leaf in stacked:
+                _try_slices(program, tx, leaf, stacked[leaf])
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's transformation raises on a part of its tree
+        what = f"updating a part of it fails ({type(error).__name__}: {error})"
+        raise UserError(_NEEDS_TREE.format(what=what)) from error
+
+
+def _part_key(jaxpr: Any, inputs: dict[Any, tuple], outputs: list[Any]) -> str:
+    """A key of how some outputs follow from the inputs, which are known by name."""
+    eqns, free = jaxprs.prune(jaxpr.eqns, outputs)
+    read = sorted(free, key=lambda v: str(inputs[v]))
+    return jaxprs.equations_key(eqns, read, outputs) + str([inputs[v] for v in read])
+
+
+def _try_slices(program: Program, tx: optax.GradientTransformation, leaf: int, axis: int) -> None:
+    """Update a small stacked leaf whole and by slices."""
     rng = np.random.default_rng(0)
+    shape = [n if n <= 8 else 130 if n >= 128 else 8 for n in program.leaf_specs[leaf].shape]
+    shape[axis] = 2
+    whole, *slopes = (rng.standard_normal(shape, dtype=np.float32) for _ in range(3))
 
-    def small(leaf: int) -> tuple[int, ...]:
-        shape = program.leaf_specs[leaf].shape
-        return tuple(
-            2 if stacked.get(leaf) == d else n if n <= 8 else 130 if n >= 128 else 8
-            for d, n in enumerate(shape)
-        )
+    def steps(part: Any, gradients: list) -> Any:
+        placed: list[Any] = [optax.MaskedNode()] * len(program.leaf_specs)
 
-    whole = {leaf: rng.standard_normal(small(leaf), dtype=np.float32) for leaf in chosen}
-    slopes = [
-        {leaf: rng.standard_normal(a.shape, dtype=np.float32) for leaf, a in whole.items()} for _ in range(2)
-    ]
+        def tree(array: Any) -> Any:
+            return program.tree([array if i == leaf else p for i, p in enumerate(placed)])
 
-    def steps(parts: dict[int, np.ndarray], take: Callable[[int, np.ndarray], np.ndarray]) -> dict[int, Any]:
-        def tree(arrays: dict[int, Any]) -> Any:
-            blank = [optax.MaskedNode()] * len(program.leaf_specs)
-            return program.tree([jnp.asarray(arrays[i]) if i in arrays else b for i, b in enumerate(blank)])
-
-        params = tree(parts)
-        state = tx.init(params)
-        for slope in slopes:
-            updates, state = tx.update(tree({i: take(i, slope[i]) for i in parts}), state, params)
+        params, state = tree(part), tx.init(tree(part))
+        for gradient in gradients:
+            updates, state = tx.update(tree(gradient), state, params)
             params = optax.apply_updates(params, updates)
-        return dict(zip(sorted(parts), jax.tree.leaves(params), strict=True))
+        return jax.tree.leaves(params)[0]
 
-    message = (
-        "This optax transformation needs the whole parameter tree: updating the parameters piece by piece "
-        "{what}. hetjax updates "
-        "each parameter on the group that owns it. Give a global-norm clip as `hetjax.Trainer(..., "
-        "clip_norm=1.0)` instead of "
-        "optax.clip_by_global_norm, and use transformations that treat each parameter by itself (adam, "
-        "adamw, sgd, lion, ...)."
-    )
-    expected = steps(whole, lambda _, a: a)
-    for leaf in chosen:
-        axis = stacked.get(leaf)
-        for index in (None,) if axis is None else (0, 1):
-
-            def take(_: int, a: np.ndarray, axis: Any = axis, index: Any = index) -> np.ndarray:
-                return a if axis is None else np.take(a, index, axis=axis)
-
-            try:
-                got = np.asarray(steps({leaf: take(leaf, whole[leaf])}, take)[leaf])
-            except Exception as error:  # whatever a user's transformation raises on a part of its tree
-                raise UserError(message.format(what=f"fails ({type(error).__name__}: {error})")) from error
-            if not np.allclose(got, take(leaf, np.asarray(expected[leaf])), rtol=1e-4, atol=1e-6):
-                raise UserError(message.format(what="gives other values"))
+    steps = jax.jit(steps)
+    expected = np.asarray(steps(whole, slopes))
+    for i in range(2):
+        got = np.asarray(steps(whole.take(i, axis), [g.take(i, axis) for g in slopes]))
+        if not np.allclose(got, expected.take(i, axis), rtol=1e-4, atol=1e-6):
+            what = f"a slice of {program.leaf_paths[leaf]!r}, which a scan over layers stacks, gets another "
+            "update alone"
+            raise UserError(_NEEDS_TREE.format(what=what))
 
 
 class UpdateUnit:

@@ -320,37 +320,32 @@ class Placement:
         """Initialise every piece on its owner, without ever making another group's; equal to jit of the whole
         init.
 
-        A leaf whose slices several segments own is made whole for a moment on each of their owners.
+        A leaf whose slices several places own is made whole for a moment on each of them.
         """
-        by_segment: dict[int, list[Piece]] = {}
+        owned: dict[tuple[int, int], list[Piece]] = {}
         for piece in self.program.pieces:
-            by_segment.setdefault(self.owner_segment[piece], []).append(piece)
+            owned.setdefault((self.owner_place[piece].index, piece.leaf), []).append(piece)
         masters: dict[Piece, jax.Array] = {}
-        for pieces in by_segment.values():
-            place = self.owner_place[pieces[0]]
-            masters |= zip(pieces, self._init_pieces(pieces, place, seed), strict=True)
+        for (place, _), pieces in owned.items():
+            masters |= zip(pieces, self._init_leaf(pieces, self.places[place], seed), strict=True)
         return masters
 
-    def _init_pieces(self, pieces: Sequence[Piece], place: Place, seed: int) -> list[jax.Array]:
+    def _init_leaf(self, pieces: Sequence[Piece], place: Place, seed: int) -> list[jax.Array]:
+        """Make one leaf, or some slices of it; leaves that are made alike share the compiled function."""
         inner, consts = jaxprs.open_jaxpr(self.program.init_jaxpr)
-        leaves = list(dict.fromkeys(p.leaf for p in pieces))
-        outvars = [inner.outvars[leaf] for leaf in leaves]
-        eqns, literals = lift_literals(jaxprs.prune(inner.eqns, outvars)[0])
+        outvar, axis = inner.outvars[pieces[0].leaf], pieces[0].axis
+        eqns, literals = lift_literals(jaxprs.prune(inner.eqns, [outvar])[0])
         invars = [*inner.invars, *inner.constvars, *(v for v, _ in literals)]
-        shardings = [self.stored_sharding(p) for p in pieces]
-        slots = tuple((leaves.index(p.leaf), p.axis) for p in pieces)
-        key = ("init", jaxprs.equations_key(eqns, invars, outvars), slots, tuple(shardings))
+        shardings = tuple(self.stored_sharding(p) for p in pieces)
+        key = ("init", jaxprs.equations_key(eqns, invars, [outvar]), axis, shardings)
 
         def init(given: list, indices: list) -> list[Any]:
-            made = jaxprs.evaluate(eqns, dict(zip(invars, given, strict=True)), outvars)
-            return [
-                jnp.asarray(made[slot])
-                if axis is None
-                else jax.lax.dynamic_index_in_dim(made[slot], i, axis, keepdims=False)
-                for (slot, axis), i in zip(slots, indices, strict=True)
-            ]
+            made = jnp.asarray(jaxprs.evaluate(eqns, dict(zip(invars, given, strict=True)), [outvar])[0])
+            if axis is None:
+                return [made]
+            return [jax.lax.dynamic_index_in_dim(made, i, axis, keepdims=False) for i in indices]
 
-        function = compiled.get(key, lambda: jax.jit(init, out_shardings=shardings))
+        function = compiled.get(key, lambda: jax.jit(init, out_shardings=list(shardings)))
         given = [jax.random.key(seed), *consts, *(np.asarray(d.index, d.dtype) for _, d in literals)]
         given = [jax.device_put(g, place.submesh.replicated) for g in given]
         return function(given, [np.int32(p.index or 0) for p in pieces])
