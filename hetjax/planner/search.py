@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 from hetjax.cluster import GIB, Cluster
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
@@ -118,6 +119,9 @@ class _Search:
         self.tried: set[tuple[Layout, tuple[int, ...]]] = set()
         self.tasks_left = MAX_TASKS
         self.unfit: dict[str, str] = {}
+        self.nearest: tuple[Number, str, int, Number] | None = (
+            None  # the least that a simulated plan was over
+        )
 
     def run(self, allow_row_split: bool) -> list[Candidate]:
         """Enumerate, rank, simulate, improve."""
@@ -140,7 +144,7 @@ class _Search:
                 plain.setdefault(min(names), item)
         for group in self.cluster.groups:
             if group.name not in plain:
-                self.unfit[f"{group.name} alone"] = self.shortfall([group.name])
+                self.unfit[f"{group.name} alone"] = self.shortfall(group.name)
         for _, _, layout, cut in [*ranked[:NUM_SIMULATED], *plain.values()]:
             self.simulate(layout, cut.bounds, cut)
         self.improve()
@@ -176,18 +180,18 @@ class _Search:
     def slot_rows(self, names: Sequence[str]) -> list[tuple[Slot, ...]]:
         """Groups in an order, each cut into slots of at most so many devices; whole groups first."""
         most = max(self.cluster.group(name).num_devices for name in names)
-        sizes = sorted({most, *(2**i for i in range(6) if 2**i < most)}, reverse=True)
+        steps = sorted({most, *(2**i for i in range(6) if 2**i < most)}, reverse=True)
         if self.program.rows_mode == "whole":
-            sizes = [1]
-        rows = [tuple(slot for name in names for slot in self.slots(name, size)) for size in sizes]
+            # Rows stay together, so a slot is one device: one a group where that fits, else more.
+            rows = [tuple(x for name in names for x in self.slots(name, 1)[:n]) for n in reversed(steps)]
+        else:
+            rows = [tuple(slot for name in names for slot in self.slots(name, size)) for size in steps]
         return list(dict.fromkeys(rows))
 
     def slots(self, name: str, size: int) -> list[Slot]:
         """One group as equal slots of at most `size` devices."""
         n = self.cluster.group(name).num_devices
         each = max(d for d in range(1, min(size, n) + 1) if n % d == 0)
-        if self.program.rows_mode == "whole" and n > self.program.num_segments:
-            n = self.program.num_segments
         return [Slot(name, tuple(range(i, i + each))) for i in range(0, n, each)]
 
     # ---- candidates ----
@@ -213,8 +217,17 @@ class _Search:
     def evaluate(self, label: str, plan: Plan) -> Candidate | None:
         """Simulate a plan; None where it does not fit."""
         result = simulate(plan, self.program, self.costs)
-        over = _over(plan, plan.device_memory(self.program)) or _over(plan, result.peak_bytes)
-        return None if over else Candidate(label, plan, result)
+        overshoots = []
+        for memory in (plan.device_memory(self.program), result.peak_bytes):
+            for (name, device), need in memory.items():
+                have = self.cluster.group(name).memory_bytes
+                if have is not None and need > have:
+                    overshoots.append((need - have, name, device, need))
+        if overshoots:
+            worst = max(overshoots)
+            self.nearest = min(self.nearest or worst, worst)
+            return None
+        return Candidate(label, plan, result)
 
     def plan_of(self, layout: Layout, cut: Cut) -> Plan:
         """The plan of a cut layout."""
@@ -292,53 +305,57 @@ class _Search:
 
     # ---- when nothing fits ----
 
-    def closest(self, names: Sequence[str]) -> tuple[Number, int, Number, Layout] | None:
-        """The layout of some groups that misses by the least: bytes over, where, bytes needed."""
-        best = None
+    def closest(self, names: Sequence[str]) -> tuple[Number, int, dict[str, Number], Layout]:
+        """The layout of some groups that misses by the least, as `Pricer.least_overflow` and the layout."""
+        schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
+        options = []
         for slots in self.slot_rows(names):
-            for M in self.counts:
-                if len(slots) <= self.program.num_segments:
-                    layout = Layout(slots, M, self.schedule if self.schedule in ("gpipe", "1f1b") else "1f1b")
-                    over, stage, need = self.pricer.least_overflow(layout)
-                    if best is None or over < best[0]:
-                        best = over, stage, need, layout
-        return best
+            if len(slots) <= self.program.num_segments or len(slots) == 1:
+                for M in self.counts:
+                    layout = Layout(slots, M, schedule)
+                    options.append((*self.pricer.least_overflow(layout), layout))
+        return min(options, key=lambda option: option[0])
 
-    def shortfall(self, names: Sequence[str]) -> str:
-        """In words, by how much these groups are too small."""
-        closest = self.closest(names)
-        if closest is None:
-            return "more slots than segments"
-        over, stage, need, layout = closest
-        where = layout.slots[stage].group
-        return f"needs {need / GIB:.1f} GiB on a device of {where}, {over / GIB:.1f} GiB too much"
+    def shortfall(self, name: str) -> str:
+        """In words, by how much a group alone is too small."""
+        over, stage, needs, layout = self.closest([name])
+        need = needs.get(layout.slots[stage].group, 0.0)
+        return f"needs {_gib(need)} GiB on each device, {_gib(over)} GiB too much"
 
-    def refuse(self) -> None:
+    def refuse(self) -> NoReturn:
         """Say by how much nothing fits, where, and what would make it fit.
 
         Raises:
             UserError: Always.
         """
-        options = [c for names in _orders(self.cluster) if (c := self.closest(names)) is not None]
-        over, stage, need, layout = min(options, key=lambda option: option[0])
-        name = layout.slots[stage].group
-        group = self.cluster.group(name)
-        have = group.memory_bytes or 0.0
+        orders = [x for x in _orders(self.cluster) if len(x) <= self.program.num_segments]
+        over, stage, needs, layout = min((self.closest(x) for x in orders), key=lambda option: option[0])
+        if over <= 0 and self.nearest is not None:  # fits by the bounds and not in simulated time
+            over, name, device, need = self.nearest
+            needs, where = {name: need}, f"device {device} of group {name!r}"
+        else:
+            name = layout.slots[stage].group
+            need = needs.get(name, 0.0)
+            where = f"each device of stage {stage}, in group {name!r}"
+        have = self.cluster.group(name).memory_bytes or 0.0
         largest = max(self.pricer.segments, key=lambda s: s.param_bytes)
-        kept = ", ".join(self.pricer.policies)
         used = " -> ".join(dict.fromkeys(slot.group for slot in layout.slots))
-        raise UserError(
-            f"No plan fits on cluster {self.cluster.name!r}. The closest one ({used}, {len(layout.slots)} "
-            "stages, "
-            f"{layout.num_microbatches} microbatches, remat {kept}) needs {need / GIB:.1f} GiB on each "
-            "device of stage "
-            f"{stage}, in group {name!r}, where {have / GIB:.1f} GiB can be used: {over / GIB:.1f} GiB too "
-            "much. It would "
-            f"fit with memory_gib = {need / GIB:.1f} there, with more devices in the cluster, with fewer "
-            "rows in "
-            f"a microbatch, or with cuts inside the largest segment ({largest.name!r}, "
-            f"{largest.param_bytes / GIB:.2f} GiB of float32 parameters)."
+        closest = (
+            f"{used}, {_count(len(layout.slots), 'stage')}, {_count(layout.num_microbatches, 'microbatch')}, "
+            f"parameters sharded, remat {self.pricer.policies[-1]}"
         )
+        enough = ", ".join(f"{group} = {_gib(size)}" for group, size in needs.items())
+        raise UserError(
+            f"No plan fits on cluster {self.cluster.name!r}. The closest one ({closest}) needs "
+            f"{_gib(need)} GiB on {where}, where {_gib(have)} GiB can be used: {_gib(over)} GiB too much. It "
+            f"would fit with this memory_gib: {enough}; else give it more devices, fewer rows, or cuts inside the "
+            f"largest segment ({largest.name!r}, {_gib(largest.param_bytes)} GiB of float32 parameters)."
+        )
+
+
+def _gib(num_bytes: Number) -> str:
+    """GiB with two decimals, rounded up, so that the figure is enough."""
+    return f"{math.ceil(num_bytes / GIB * 100) / 100:.2f}"
 
 
 def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
@@ -355,11 +372,6 @@ def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
         for s, stage in enumerate(plan.stages)
     )
     return dataclasses.replace(plan, stages=stages)
-
-
-def _over(plan: Plan, memory) -> bool:
-    capacity = {g.name: g.memory_bytes for g in plan.cluster.groups}
-    return any(capacity[name] is not None and b > capacity[name] for (name, _), b in memory.items())
 
 
 def _microbatch_counts(program: ProgramLike, wanted: int | None) -> list[int]:

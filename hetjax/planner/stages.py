@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -109,6 +109,9 @@ class Pricer:
         self.temporaries = np.zeros((n + 1, n + 1))
         for start in range(n):
             self.temporaries[start, start + 1 :] = np.maximum.accumulate(single[start:])
+        # Boundary values have their producer's dtype, which can be that of any group.
+        self.widest = max(DTYPE_BYTES[g.dtype] for g in cluster.groups) / 4
+        self.skips = any(edge.consumer - edge.producer > 1 for edge in program.edges())
         self.crossing = np.zeros(n + 1)
         for edge in program.edges():
             self.crossing[edge.producer + 1 : edge.consumer + 1] += edge.bytes_per_row
@@ -148,8 +151,9 @@ class Pricer:
             static = static + params * size
         kept = _between(self.kept[way.remat]) * local_rows * size * in_flight
         waiting = self.crossing[:, None] * (ahead + 1) + self.crossing[None, :] * cotangents
+        waiting = waiting * local_rows * self.widest
         workspace = np.maximum(self.temporaries * local_rows * size, params / fsdp)
-        return static + kept + waiting * local_rows * size + workspace
+        return static + kept + waiting + workspace
 
     def _matrices(
         self,
@@ -189,7 +193,8 @@ class Pricer:
         rows = self.program.global_batch // layout.num_microbatches
         result = []
         for j, slot in enumerate(layout.slots):
-            ahead = max(bounds[j - 1] - bounds[j], 0) if j else 0
+            # A producer may run ahead by what its bound is wider; with skips that may be the first stage.
+            ahead = max(bounds[0 if self.skips else j - 1] - bounds[j], 0) if j else 0
             cotangents = bounds[j] if layout.schedule == "gpipe" else 2
             result.append(
                 self.matrices(
@@ -286,24 +291,27 @@ class Pricer:
             for slot, (_, which, _), a, b in zip(layout.slots, matrices, bounds, bounds[1:], strict=False)
         )
 
-    def least_overflow(self, layout: Layout) -> tuple[Number, int, Number]:
-        """How far a layout is from fitting at best.
+    def least_overflow(self, layout: Layout) -> tuple[Number, int, dict[str, Number]]:
+        """How far a layout is from fitting at best; every slot may come once.
 
         Returns:
-            Bytes over (negative where it fits), the stage that is over, the bytes that this stage needs per
-            device.
+            Bytes over (negative where it fits), the stage that is the furthest over, and for each group that
+            is over the bytes that it needs per device.
         """
         over = [m[2] for m in self._of_layout(layout)]
         worst = _bottleneck(over)
-        masked = [np.where(o <= worst + 1e-6 * abs(worst), 0.0, np.inf) for o in over]
+        masked = [np.where(o <= worst, 0.0, np.inf) for o in over]
         bounds = _shortest(masked)
         values = [float(o[a, b]) for o, a, b in zip(over, bounds, bounds[1:], strict=False)]
-        stage = int(np.argmax(values))
-        have = self.cluster.group(layout.slots[stage].group).memory_bytes or 0.0
-        return values[stage], stage, values[stage] + have / layout.slots.count(layout.slots[stage])
+        needs: dict[str, Number] = {}
+        for slot, value in zip(layout.slots, values, strict=True):
+            if value > 0:
+                have = self.cluster.group(slot.group).memory_bytes or 0.0
+                needs[slot.group] = max(needs.get(slot.group, 0.0), have + value)
+        return worst, int(np.argmax(values)), needs
 
 
-def _kept(table, policy: str) -> Number:
+def _kept(table: Mapping[str, Number], policy: str) -> Number:
     return table.get(policy, table.get("none", 0.0))
 
 
