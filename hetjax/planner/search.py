@@ -348,8 +348,8 @@ class _Search:
         raise UserError(
             f"No plan fits on cluster {self.cluster.name!r}. The closest one ({closest}) needs "
             f"{_gib(need)} GiB on {where}, where {_gib(have)} GiB can be used: {_gib(over)} GiB too much. It "
-            f"would fit with this memory_gib: {enough}; else give it more devices, fewer rows, or cuts inside the "
-            f"largest segment ({largest.name!r}, {_gib(largest.param_bytes)} GiB of float32 parameters)."
+            f"would fit with this memory_gib: {enough}; else give it more devices, fewer rows, or cuts in "
+            f"the largest segment ({largest.name!r}, {_gib(largest.param_bytes)} GiB of float32 parameters)."
         )
 
 
