@@ -19,8 +19,8 @@ from hetjax.cluster import Cluster
 from hetjax.plan import Member, Plan, Stage
 from tests import zoo
 
-EXAMPLES = 10
-TX = optax.adamw(1e-2)
+EXAMPLES = 8
+TX = optax.adamw(1e-2, eps=1e-3)  # a large eps: rounding noise in gradients that are zero stays noise
 STEPS = 3
 
 
