@@ -35,7 +35,7 @@ ALIKE = 1.005
 MAX_TASKS = 60_000
 """Tasks simulated in one search, in all: a bound on its time that does not depend on the machine."""
 
-REMAT = ("dots", "full")
+REMAT = ("none", "dots", "full")
 """Remat policies that the planner chooses from, the cheapest in time first."""
 
 
@@ -71,7 +71,7 @@ def make_plan(
         cluster: Where; groups may stay idle.
         num_microbatches: Of one step; the planner chooses when None.
         schedule: `gpipe`, `1f1b` or `interleaved`; the planner chooses when None.
-        remat: One policy for every segment; when None `dots`, and `full` where memory needs it.
+        remat: One policy for every segment; when None `none`, and `dots` or `full` where memory needs it.
         allow_row_split: Also offer stages that several groups share, each with its part of the rows.
         costs: Seconds of segments; analytic when None.
 
