@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import hetjax
 import models
+from benchmarks import plain_gpt
 from models import common, llama
 
 VOCAB = 32
@@ -177,6 +178,19 @@ def test_flat_and_naive_forms_have_the_same_loss_and_gradients():
     first, second = (jax.jit(jax.value_and_grad(mean_loss(m)))(params, batch) for m in (flat, naive))
     np.testing.assert_allclose(first[0], second[0], rtol=1e-6)
     assert distance(first[1], second[1]) < 1e-5
+
+
+def test_the_benchmarks_hand_written_gpt_is_the_same_function():
+    model, params, _ = build("gpt")
+    batch = make_batch() | {"weights": jnp.ones((3, 12))}
+    pure = nnx.to_pure_dict(params)
+    blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(pure["blocks"][i] for i in range(2)))
+    stacked = {"blocks": blocks, "norm": pure["norm"]}
+    stacked |= {name: pure[name]["embedding"] for name in ("tokens", "positions")}
+    _, loss_fn = plain_gpt.make(**SHAPE, vocab_size=VOCAB, seq_len=12)
+    with jax.numpy_rank_promotion("allow"):
+        loss = jax.jit(loss_fn)(stacked, batch)
+    np.testing.assert_allclose(loss, mean_loss(model)(params, batch), rtol=1e-6)
 
 
 def test_scanned_layers_equal_unrolled_ones_with_the_parameters_stacked():
