@@ -308,6 +308,21 @@ MIXING = {
         lambda p, b: (b["x"].sum() + jnp.square(p["w"]).sum(), jnp.float32(b["x"].size)),
         "some grow with the number of rows and others don't",
     ),
+    "a triangle over the rows": (
+        lambda p, b: jnp.einsum("rq,qsd->rsd", jnp.tril(jnp.ones((b["x"].shape[0],) * 2)), b["x"]).mean(),
+        "place in the batch",
+    ),
+    "as many iterations as rows": (
+        lambda p, b: jax.lax.fori_loop(0, b["x"].shape[0], lambda i, x: x * 0.5, b["x"]).mean(),
+        "carries a value from row to row",
+    ),
+    "a loop that adds its counter to a sum": (
+        lambda p, b: (
+            jax.lax.fori_loop(0, 3, lambda i, total: total + jnp.float32(i), b["x"].sum()),
+            jnp.float32(b["x"].size),
+        ),
+        "some grow with the number of rows and others don't",
+    ),
     "capacity of experts": (
         lambda p, b: (jnp.cumsum(jax.nn.one_hot(b["label"], DIM), 0) * b["x"][:, 0]).mean(),
         "accumulates over the rows",

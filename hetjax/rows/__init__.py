@@ -108,10 +108,11 @@ class RowsReport:
         Returns:
             See `Independent` and `PerRows`. For a `RowDim` 0, or k where each row's part is proportional to
             rows**k, as in `x / rows`: such a value holds only for the number of rows it was computed with,
-            and may not be split or put together anew. None where rows are mixed, or for one trace.
+            and may not be split or put together anew. None where rows are mixed, where it depends on the
+            place in the batch, or for one trace.
         """
         value = self._value(var)
-        unknown = not self.counted or value.causes or not value.linear or value.kind is Kind.OPAQUE
+        unknown = not self.counted or value.causes or value.placed or value.kind is Kind.OPAQUE
         return None if unknown else value.growth
 
     def causes(self, var: Any) -> tuple[Mixture, ...]:

@@ -15,6 +15,7 @@ from hetjax.rows.rules import RANDOM, RULES
 from hetjax.rows.source import describe
 from hetjax.rows.values import (
     COUNT,
+    PLACE,
     SUM_TO_ROWS,
     Call,
     Kind,
@@ -214,7 +215,9 @@ class Walk:
         """Apply the rule of a primitive."""
         found = kinds(c.ins)
         if Kind.OPAQUE in found:
-            return self.recover(c, causes_of(c.ins)) if any(v.data for v in c.ins) else self.beside(c)
+            if any(v.kind is Kind.OPAQUE and not v.data for v in c.ins):
+                raise Mixes(PLACE)
+            return self.recover(c, causes_of(c.ins))
         if c.name in CALLS:
             key = next((k for k in BODIES if k in c.params), None)
             if key is not None and len(open_jaxpr(c.params[key])[0].invars) == len(c.ins):
@@ -304,14 +307,20 @@ class Walk:
         )
 
     def settle(self, step: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
-        """Join a loop's carry with what its body makes of it until nothing changes."""
+        """Join a loop's carry with what its body makes of it until nothing changes.
+
+        Args:
+            step: From the carry to the outputs of the body, of which the first are the next carry.
+            carry: What the loop starts with.
+
+        Returns:
+            The carry, then what else comes out of the body.
+        """
         for _ in range(MAX_PASSES):
-            saved = dict(self.mixtures), dict(self.draws)
             outs = step(carry)
-            self.mixtures, self.draws = saved
-            new = [self.join(a, b) for a, b in zip(carry, outs, strict=True)]
+            new = [self.join(a, b) for a, b in zip(carry, outs, strict=False)]
             if new == carry:
-                return carry
+                return carry + outs[len(carry) :]
             carry = new
         raise Mixes("what the loop carries was not understood", known=False)
 
@@ -328,11 +337,8 @@ class Walk:
             row = meet(by_row).row if by_row else RowDim(0)
             outs = self.scan_rows(body, body_other, consts, carry, slices, num_consts)
             return outs[:num_carry] + [_stacked_rows(v, row) for v in outs[num_carry:]]
-        carry = self.settle(
-            lambda carry: self.run(body, body_other, consts + carry + slices)[:num_carry], carry
-        )
-        outs = self.run(body, body_other, consts + carry + slices)
-        return carry + [_stacked(v) for v in outs[num_carry:]]
+        outs = self.settle(lambda carry: self.run(body, body_other, consts + carry + slices), carry)
+        return outs[:num_carry] + [_stacked(v) for v in outs[num_carry:]]
 
     def scan_rows(
         self, body: Any, other: Any, consts: Any, carry: Any, slices: Any, num_consts: int
@@ -342,6 +348,8 @@ class Walk:
         inputs = jaxpr.invars[num_consts : num_consts + len(carry)]
         kept = [a is b for a, b in zip(inputs, jaxpr.outvars, strict=False)]
         # A carry that changes counts the rows: it is the row's place in the batch.
+        if any(v.data and not keep for v, keep in zip(carry, kept, strict=True)):
+            raise Mixes("the scan over the rows carries a value from row to row")
         carry = [v if keep else Value(growth=None) for v, keep in zip(carry, kept, strict=True)]
         saved = dict(self.mixtures)
         outs = self.run(body, other, [*consts, *carry, *slices])
@@ -359,7 +367,6 @@ class Walk:
         cond_other, body_other = (other and other.params[k] for k in ("cond_jaxpr", "body_jaxpr"))
         carry = list(c.ins[num_cond + num_body :])
         carry = self.settle(lambda carry: self.run(body, body_other, of_body + carry), carry)
-        self.run(body, body_other, of_body + carry)
         (goes_on,) = self.run(cond, cond_other, of_cond + carry)
         if goes_on.data:
             raise Mixes("the number of iterations depends on the rows of the batch")
