@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hetjax.errors import UserError
@@ -16,10 +17,39 @@ from hetjax.placement import Placement
 from hetjax.program import Program
 
 
+def is_key(spec: Any) -> bool:
+    """Whether an array holds PRNG keys, which go through files and numpy as their numbers."""
+    return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+
+
+def saved_spec(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf on the host."""
+    return jax.eval_shape(jax.random.key_data, spec) if is_key(spec) else spec
+
+
+def as_keys(numbers: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    """Keys from their numbers, of the kind of `spec`."""
+    kinds: list[Any] = []
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), spec)
+    return jax.random.wrap_key_data(jnp.asarray(numbers), impl=kinds[0])
+
+
+def host_leaves(program: Program, masters: Mapping[Piece, jax.Array]) -> list[np.ndarray]:
+    """Every parameter leaf on the host, stacked leaves whole, keys as numbers."""
+    return program.assemble(
+        {p: np.asarray(jax.random.key_data(a) if is_key(a) else a) for p, a in masters.items()}
+    )
+
+
+def host_tree(program: Program, masters: Mapping[Piece, jax.Array]) -> Any:
+    """Every parameter on the host in the user's structure."""
+    leaves = zip(host_leaves(program, masters), program.leaf_specs, strict=True)
+    return program.tree([as_keys(a, spec) if is_key(spec) else a for a, spec in leaves])
+
+
 def export_params(program: Program, masters: Mapping[Piece, jax.Array]) -> dict[str, np.ndarray]:
     """Every parameter leaf by path, stacked leaves whole."""
-    leaves = program.assemble({p: np.asarray(a) for p, a in masters.items()})
-    return dict(zip(program.leaf_paths, leaves, strict=True))
+    return dict(zip(program.leaf_paths, host_leaves(program, masters), strict=True))
 
 
 def export_optimizer(
@@ -72,12 +102,14 @@ def import_params(program: Program, placement: Placement, saved: Mapping[str, An
     Raises:
         UserError: Names or shapes differ from the program's.
     """
-    _check("parameters", saved, dict(zip(program.leaf_paths, program.leaf_specs, strict=True)))
+    specs = map(saved_spec, program.leaf_specs)
+    _check("parameters", saved, dict(zip(program.leaf_paths, specs, strict=True)))
     masters = {}
     for piece in program.pieces:
         whole, spec = np.asarray(saved[program.leaf_paths[piece.leaf]]), program.piece_spec(piece)
         part = whole if piece.axis is None else np.take(whole, piece.index, axis=piece.axis)
-        masters[piece] = jax.device_put(part.astype(spec.dtype), placement.stored_sharding(piece))
+        part = as_keys(part, spec) if is_key(spec) else part.astype(spec.dtype)
+        masters[piece] = jax.device_put(part, placement.stored_sharding(piece))
     return masters
 
 

@@ -8,7 +8,7 @@ parameters agree between them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -274,7 +274,7 @@ class Flat:
         self._roles |= {v: Data("batch", i) for i, v in enumerate(batch)}
         self._roles |= {v: Data("rng") for v in inner.invars[num_params + num_batch :]}
         self._roles |= {v: Data("const", i) for i, v in enumerate(inner.constvars)}
-        self._row_model = row_model
+        self.row_model = row_model
         eqns, pieces = expose_pieces(inner.eqns, inner.outvars, params)
         eqns, cuts, outvars = _resolve_marks(eqns, inner.outvars)
         self._roles |= pieces
@@ -307,13 +307,13 @@ class Flat:
             for a in reads:
                 if self._made_in.get(a, segment) < segment:
                     crossing.setdefault(a, set()).add(segment)
-        self.num_segments = segment + 1
+        self.num_segments, self._by_param = segment + 1, by_param
         last = segment
         self.result_segment = {
             n: last if jaxprs.is_literal(a) else self._made_in.get(a, last) for n, a in self.results.items()
         }
         made = [v for e in self.eqns for v in e.outvars if v in crossing]
-        model = self._row_model
+        model = self.row_model
         follows = model.follows if model and len(model.follows) == len(made) else (None,) * len(made)
         self.values = [
             Value(v, self._made_in[v], tuple(sorted(crossing[v])), f)
@@ -344,7 +344,7 @@ class Flat:
         atoms = [self.results[n] for n in results]
         given = {v.var for v in self.values if v.producer < start}
         eqns, free = jaxprs.prune(self.eqns, [*output_vars, *atoms], given)
-        eqns, literals = lift_literals(eqns)
+        eqns, literals = lift_literals(eqns, self._by_param)
         inputs = [v for v in free if v in given]
         params = [v for v in free if isinstance(self._roles.get(v), Piece)]
         data = [v for v in free if isinstance(self._roles.get(v), Data)]
@@ -379,12 +379,12 @@ class Flat:
 
     def random_rows(self, unit: Unit) -> dict[Any, row_analysis.RowDim]:
         """The variables of a unit that hold random draws with a row dim, each with that dim."""
-        if self._row_model is None:
+        if self.row_model is None:
             return {}
         made = {v for e in unit.eqns for v in e.outvars}
         draws = [e for e in self.eqns if e.primitive.name.startswith(_DRAWS)]
         return {
-            draws[i].outvars[0]: d for i, d in self._row_model.draws.items() if draws[i].outvars[0] in made
+            draws[i].outvars[0]: d for i, d in self.row_model.draws.items() if draws[i].outvars[0] in made
         }
 
     def read_report(self, report: row_analysis.RowsReport) -> RowModel:
@@ -398,19 +398,47 @@ class Flat:
         return RowModel(follows, found, len(found) < len(report.random_rows))
 
 
-def lift_literals(eqns: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Data]]]:
-    """Make the integers that are folded into keys inputs, so that layers that differ in them alone are of one
-    class."""
+def lift_literals(
+    eqns: Sequence[Any], by_param: Container[Any] = ()
+) -> tuple[list[Any], list[tuple[Any, Data]]]:
+    """Make the integers that layers differ in inputs, so that such layers are of one class: those folded into
+    keys, and which entry of a stack (of keys, of rates) a layer takes.
+
+    Args:
+        eqns: Equations in order.
+        by_param: Variables that depend on parameters; slices of these stay.
+
+    Returns:
+        The equations, and the new variables with their values.
+    """
     out, lifted = [], []
+
+    def lift(value: Any, aval: Any) -> Any:
+        var = jex.Var(aval)
+        lifted.append((var, Data("literal", int(value), str(aval.dtype))))
+        return var
+
     for eqn in eqns:
-        if eqn.primitive.name.startswith(("random_", "threefry")) and any(map(jaxprs.is_literal, eqn.invars)):
-            invars = []
-            for atom in eqn.invars:
-                if jaxprs.is_literal(atom) and atom.aval.ndim == 0:
-                    var = jex.Var(atom.aval)
-                    lifted.append((var, Data("literal", int(atom.val), str(atom.aval.dtype))))
-                    atom = var
-                invars.append(atom)
-            eqn = eqn.replace(invars=invars)
-        out.append(eqn)
+        name = eqn.primitive.name
+        if name.startswith(("random_", "threefry")) and any(map(jaxprs.is_literal, eqn.invars)):
+            scalar = [jaxprs.is_literal(a) and a.aval.ndim == 0 for a in eqn.invars]
+            invars = [lift(a.val, a.aval) if s else a for a, s in zip(eqn.invars, scalar, strict=True)]
+            out.append(eqn.replace(invars=invars))
+        elif _takes_one(eqn) and eqn.invars[0] not in by_param:
+            entry = jaxprs.entry_eqns(eqn.invars[0].aval)
+            index = lift(eqn.params["start_indices"][0], entry.index.aval)
+            renamed = {entry.stack: eqn.invars[0], entry.index: index, entry.result: eqn.outvars[0]}
+            out += [jaxprs.rename(e, renamed) for e in entry.eqns]
+        else:
+            out.append(eqn)
     return out, lifted
+
+
+def _takes_one(eqn: Any) -> bool:
+    """Whether an equation takes one entry along the first dim."""
+    if eqn.primitive.name != "slice" or jaxprs.is_literal(eqn.invars[0]):
+        return False
+    start, stop, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    shape = eqn.invars[0].aval.shape
+    whole = not any(start[1:]) and tuple(stop[1:]) == shape[1:] and strides in (None, (1,) * len(shape))
+    return bool(whole and shape) and stop[0] == start[0] + 1 and shape[0] > 1

@@ -6,10 +6,12 @@ Only public names of JAX are used. Version differences (jax 0.10 to 0.12) are ke
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -145,6 +147,21 @@ def _unroll(eqn: Any, args: list[Any], run: Callable[[Any, list[Any]], list[Any]
     return [*carry, *(jnp.stack(column) for column in zip(*ys, strict=True))]
 
 
+_FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def _fold(eqn: Any, args: Sequence[Any]) -> np.ndarray | None:
+    """The result of arithmetic on two integers that are known (counters of layers, by which equal layers
+    would differ)."""
+    function = _FOLDED.get(eqn.primitive.name)
+    known = all(isinstance(a, np.ndarray | np.generic | int) and np.ndim(a) == 0 for a in args)
+    if function is None or not known or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+        return None
+    dtype = eqn.outvars[0].aval.dtype
+    with np.errstate(over="ignore"):
+        return np.asarray(function(*(np.asarray(a, dtype) for a in args)), dtype)
+
+
 def inline(closed: Any) -> Any:
     """Flatten a closed jaxpr until every cut stands at its top level.
 
@@ -168,6 +185,9 @@ def inline(closed: Any) -> Any:
         name = eqn.primitive.name
         if is_cut(eqn):
             return bind(eqn, args)
+        folded = _fold(eqn, args)
+        if folded is not None:
+            return [folded]
         marked = holds_cut(eqn)
         if name in _INLINED or (marked and name in _INLINED_WITH_MARK):
             return run(next(inner_jaxprs(eqn)), args)
@@ -219,8 +239,38 @@ def prune(
     return kept, list(free)
 
 
+class Entry(NamedTuple):
+    """The equations `result = stack[index : index + 1]`."""
+
+    eqns: list[Any]
+    stack: Any
+    index: Any
+    result: Any
+
+
+def entry_eqns(aval: Any) -> Entry:
+    """Take one entry along the first dim of an array, by an index that is an input; fresh variables."""
+
+    def take(stack: Any, index: Any) -> Any:
+        starts = (index, *[np.uint32(0)] * (stack.ndim - 1))
+        return jax.lax.dynamic_slice(stack, starts, (1, *stack.shape[1:]))
+
+    specs = (jax.ShapeDtypeStruct(aval.shape, aval.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
+    inner, _ = open_jaxpr(jax.make_jaxpr(take)(*specs))
+    return Entry(list(inner.eqns), *inner.invars, inner.outvars[0])
+
+
+def rename(eqn: Any, names: Mapping[Any, Any]) -> Any:
+    """The equation with some of its variables replaced."""
+    invars = [a if is_literal(a) else names.get(a, a) for a in eqn.invars]
+    return eqn.replace(invars=invars, outvars=[names.get(v, v) for v in eqn.outvars])
+
+
 # --- canonical keys
 # ------------------------------------------------------------------------------------------------
+
+
+_RULES = ("fwd", "bwd", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")
 
 
 def _digest_array(value: Any) -> str:
@@ -265,8 +315,25 @@ def _param_key(value: Any, rules: bool) -> str:
     if isinstance(value, np.ndarray | jax.Array):
         return _digest_array(value)
     if callable(value) and not isinstance(value, type):
-        return getattr(value, "__qualname__", type(value).__name__)
+        return _function_key(value, rules)
     return repr(value)
+
+
+def _function_key(function: Any, rules: bool) -> str:
+    """What a function among an equation's parameters (a callback, a remat policy) does: its code and what it
+    holds, or itself."""
+    if isinstance(function, functools.partial):
+        held: Sequence[Any] = (function.func, function.args, tuple(sorted(function.keywords.items())))
+    elif dataclasses.is_dataclass(function):
+        held = [getattr(function, f.name) for f in dataclasses.fields(function)]
+    elif hasattr(function, "__code__") and not hasattr(function, "__self__"):
+        cells = [c.cell_contents for c in function.__closure__ or ()]
+        held = (id(function.__code__), function.__defaults__, *cells)
+    elif hasattr(function, "__self__"):
+        return f"{function.__qualname__}@{id(function.__self__)}"
+    else:
+        return f"{type(function).__qualname__}@{id(function)}"
+    return f"{type(function).__qualname__}{_param_key(tuple(held), rules)}"
 
 
 def equations_key(
@@ -294,13 +361,11 @@ def equations_key(
         text += [
             f"{k}:{_param_key(params[k], rules)}"
             for k in sorted(params)
-            if k not in ("jvp", "fwd", "bwd", "name")
+            if k not in (*_RULES, "out_trees", "name")
         ]
         if eqn.primitive.name == "name":
             text.append(params["name"])
-        if rules and any(
-            k in params for k in ("bwd", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")
-        ):
+        if rules and any(k in params for k in _RULES):
             text.append(_rule_key(eqn))
         for v in eqn.outvars:
             names[v] = len(names)

@@ -31,7 +31,8 @@ def cut(x: Any) -> Any:
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Name the dims of an activation so that each group can lay it out by its own rules.
 
-    An identity outside hetjax. Inside, a dim whose name a group's rules map to a tensor axis is sharded over it.
+    An identity outside hetjax. Inside, a dim whose name a group's rules map to a tensor axis is sharded
+    over it.
 
     Args:
         x: An array.

@@ -157,7 +157,7 @@ class Placement:
                 "num_microbatches = 1, "
                 "one member a stage and dp = fsdp = 1 (tp may be larger)."
             )
-        if split and self.program.row_model and self.program.row_model.inner_draws:
+        if split and self.program.main.row_model and self.program.main.row_model.inner_draws:
             raise UserError(
                 "The model draws random numbers for its rows inside a loop or an inner function, where "
                 "hetjax can't give each part "

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax import jaxprs, segments
+from hetjax import jaxprs, modelstate, segments
 from hetjax import rows as row_analysis
 from hetjax.errors import UserError
 from hetjax.flat import Flat, Piece, RowModel, Unit
@@ -73,33 +73,45 @@ def path_string(path: Sequence[Any]) -> str:
 def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
     """Flatten what a loss function returned into float32 sums and their names."""
     loss, extra = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    if isinstance(extra, Mean) or not hasattr(extra, "items"):
+    if isinstance(extra, Mean) or not isinstance(extra, Mapping):
         raise UserError(
             f"loss_fn returned a pair whose second part is a {type(extra).__name__}. It has to be a dict of "
-            f"metrics, each "
-            "a scalar or a hetjax.Mean. Changed model state (BatchNorm statistics, caches) is not carried "
-            "between steps: "
-            "use GroupNorm or LayerNorm, or run BatchNorm with use_running_average=True, and return the "
-            "loss alone."
+            f"metrics, each a scalar or a hetjax.Mean. {_STATE}"
+        )
+    taken = [n for n in extra if n in ("loss", "grad_norm") or not isinstance(n, str)]
+    if taken:
+        raise UserError(
+            f"loss_fn returned a metric named {taken[0]!r}. The names of metrics are strings, and hetjax "
+            "itself reports 'loss' and 'grad_norm': choose another."
         )
     values, names = [], []
     for name, value in {"loss": loss, **extra}.items():
-        mean = value if isinstance(value, Mean) else Mean(value, None)
-        total = jnp.asarray(mean.total)
-        weight = jnp.asarray(num_rows if mean.weight is None else mean.weight, jnp.float32)
-        if total.shape != () or weight.shape != () or not jnp.issubdtype(total.dtype, jnp.number):
-            raise UserError(
-                f"loss_fn returned {name!r} with shape {total.shape} and dtype {total.dtype}. The loss and "
-                f"every metric have "
-                "to be a scalar or a hetjax.Mean(total, weight) of two scalars. Sum over the examples, or "
-                "drop it; model "
-                "state that changes (BatchNorm statistics) is not carried: use use_running_average=True or "
-                "GroupNorm."
-            )
-        total = total.astype(jnp.float32)
-        values += [total * num_rows if mean.weight is None else total, weight]
+        mean = value if isinstance(value, Mean) else Mean(value, num_rows)
+        total, weight = (_scalar(part, name) for part in (mean.total, mean.weight))
+        values += [total if isinstance(value, Mean) else total * num_rows, weight]
         names += [f"{name}.total", f"{name}.weight"]
     return values, names
+
+
+_STATE = (
+    "Model state that changes (BatchNorm statistics, caches) is not carried between steps: use GroupNorm or "
+    "LayerNorm, or run BatchNorm with use_running_average=True, and return the loss and metrics alone."
+)
+
+
+def _scalar(value: Any, name: str) -> jax.Array:
+    """One of the sums that a loss function returned, float32."""
+    kind = type(value).__name__
+    if isinstance(value, jax.Array | np.ndarray | np.generic | int | float) and not isinstance(value, bool):
+        array = jnp.asarray(value)
+        real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
+        if array.shape == () and real:
+            return array.astype(jnp.float32)
+        kind = f"{array.dtype} of shape {array.shape}"
+    raise UserError(
+        f"loss_fn returned {name!r} as a {kind}. The loss and every metric have to be a real scalar or a "
+        f"hetjax.Mean(total, weight) of two: sum over the examples, or drop it. {_STATE}"
+    )
 
 
 class Program:
@@ -131,32 +143,38 @@ class Program:
                 "init_fn has to return a pytree of arrays, each under a path of its own; it returned "
                 f"{len(with_path)} arrays under {len(set(self.leaf_paths))} paths."
             )
+        self._kinds = modelstate.leaf_kinds(self.params_spec, self.leaf_paths)
         self.frozen = [
-            not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(frozen and frozen(path))
-            for path, leaf in zip(self.leaf_paths, self.leaf_specs, strict=True)
+            kind != "param" or not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(frozen and frozen(path))
+            for path, leaf, kind in zip(self.leaf_paths, self.leaf_specs, self._kinds, strict=True)
         ]
         self._flats: dict[tuple, Flat] = {}
         self.rows_mode = "whole" if rows == "whole" else "split"
-        self.row_model: RowModel | None = None
-        self._analyse(rows)
+        self._mode: RowsMode = rows
+        self._mains = {True: self._analyse(rows, training=True)}
+        self.main = self._mains[True]
+        self._flats[self.main.rows, None, True] = self.main
+        self._check_results()
         self._place_params()
 
-    def _analyse(self, mode: RowsMode) -> None:
+    def _analyse(self, mode: RowsMode, *, training: bool) -> Flat:
         """Trace at two numbers of rows, tell how values follow them, and hold the results against `mode`."""
         first = max(self.global_batch, 2)
-        closed, names = self._closed(first, None, True, cast_batch=False)
-        flat = self._flat(closed, names, first)
+        closed, names = self._closed(first, None, training, cast_batch=False)
+        flat = self._flat(closed, names, first, None)
         if not flat.num_segments:
             raise UserError(
                 "loss_fn never combines its parameters with its batch, so there is nothing to train."
             )
+        if training:
+            self._check_state(closed)
         try:
-            other = self._closed(2 * first, None, True, cast_batch=False)[0]
+            other = self._closed(2 * first, None, training, cast_batch=False)[0]
         except Exception:  # a model may be written for one number of rows; then one trace has to do
             other = None
         inner, _ = jaxprs.open_jaxpr(closed)
-        led = [row_analysis.RowDim(0, 1, 1) if leaf.shape else None for leaf in self.batch_leaves]
         num_params = len(self.leaf_specs)
+        led = [row_analysis.RowDim(0, 1, 1) if leaf.shape else None for leaf in self.batch_leaves]
         leading = [None] * num_params + led + [None] * (len(inner.invars) - num_params - len(led))
         report = row_analysis.analyse(
             closed, first, leading, other=other, other_rows=2 * first if other else None
@@ -165,10 +183,16 @@ class Program:
             for i in range(0, len(names), 2):
                 name = names[i].rsplit(".", 1)[0]
                 what = "The loss" if name == "loss" else f"The metric {name!r}"
+                what += "" if training else " in evaluation"
                 row_analysis.check(report, inner.outvars[i], inner.outvars[i + 1], what)
-        self.row_model = flat.read_report(report)
-        self.main = self._flats[first, None, True] = self._flat(closed, names, first)
-        self._check_results()
+        return self._flat(closed, names, first, flat.read_report(report))
+
+    def _check_state(self, closed: Any) -> None:
+        """Refuse a model that relies on state that hetjax does not carry."""
+        inner, _ = jaxprs.open_jaxpr(closed)
+        read = set(jaxprs.prune(inner.eqns, inner.outvars)[1])
+        params = inner.invars[: len(self.leaf_specs)]
+        modelstate.check(self.leaf_paths, self._kinds, {i for i, v in enumerate(params) if v in read})
 
     # -- tracing
     # ------------------------------------------------------------------------------------------------
@@ -204,19 +228,45 @@ class Program:
         training = training or (self.eval_loss_fn is self.loss_fn and not self.uses_rng)
         key = (rows, dtype, training)
         if key not in self._flats:
-            flat = self._trace(rows, dtype, training, cast_batch=False)
+            flat = self._trace_again(rows, dtype, training, cast_batch=False)
             if dtype and not any(v.var.aval.dtype == jnp.dtype(dtype) for v in flat.values):
-                flat = self._trace(rows, dtype, training, cast_batch=True)
-            if training:
-                self._check_same_cuts(flat, rows, dtype)
+                flat = self._trace_again(rows, dtype, training, cast_batch=True)
+            self._check_same_cuts(flat, rows, dtype, training)
             self._flats[key] = flat
         return self._flats[key]
 
-    def _trace(self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Flat:
-        closed, names = self._closed(num_rows, dtype, training, cast_batch=cast_batch)
-        return self._flat(closed, names, num_rows)
+    def _main(self, training: bool) -> Flat:
+        """The trace that all others of training, or of evaluation, agree with."""
+        if training not in self._mains:
+            flat = self._analyse(self._mode, training=training)
+            if flat.num_segments != self.num_segments:
+                raise UserError(
+                    f"In evaluation the model has {flat.num_segments} segments and in training "
+                    f"{self.num_segments}. Each segment has to compute something in both: let no cuts stand "
+                    "around a dropout alone, and give eval_loss_fn the cuts of loss_fn."
+                )
+            self._mains[training] = flat
+        return self._mains[training]
 
-    def _flat(self, closed: Any, names: Sequence[str], num_rows: int) -> Flat:
+    def _trace_again(self, rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Flat:
+        try:
+            return self._trace(rows, dtype, training, cast_batch=cast_batch)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a user's model raises
+            what = f" and its parameters in {dtype}" if dtype else ""
+            raise UserError(
+                f"The loss can't be traced with {rows} rows{what}, as the plan asks "
+                f"({type(error).__name__}: {error}). Take the number of rows from the batch's shape and "
+                "dtypes from the parameters, or choose a plan that does not split the rows, in float32."
+            ) from error
+
+    def _trace(self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Flat:
+        row_model = self._main(training).row_model
+        closed, names = self._closed(num_rows, dtype, training, cast_batch=cast_batch)
+        return self._flat(closed, names, num_rows, row_model)
+
+    def _flat(self, closed: Any, names: Sequence[str], num_rows: int, row_model: RowModel | None) -> Flat:
         return Flat(
             closed,
             num_params=len(self.leaf_specs),
@@ -224,7 +274,7 @@ class Program:
             result_names=names,
             frozen=self.frozen,
             rows=num_rows,
-            row_model=self.row_model,
+            row_model=row_model,
         )
 
     def _closed(
@@ -260,19 +310,18 @@ class Program:
         key = (self.key_spec,) if takes_rng and training else ()
         return jaxprs.inline(jax.make_jaxpr(function)(params, batch, *key)), names
 
-    def _check_same_cuts(self, flat: Flat, num_rows: int, dtype: str | None) -> None:
+    def _check_same_cuts(self, flat: Flat, num_rows: int, dtype: str | None, training: bool) -> None:
         def shape(f: Flat) -> list:
             return [(v.producer, v.consumers) for v in f.values]
 
-        if flat.num_segments != self.main.num_segments or shape(flat) != shape(self.main):
+        main = self._main(training)
+        if flat.num_segments != main.num_segments or shape(flat) != shape(main):
             raise UserError(
-                f"Traced with {num_rows} rows in {dtype or 'the parameters dtype'}, the model has "
-                f"{flat.num_segments} segments and "
-                f"{len(flat.values)} values across cuts; with {self.main.rows} rows it has "
-                f"{self.main.num_segments} and "
-                f"{len(self.main.values)}. The cuts may not depend on the number of rows or on the "
-                f"parameters' dtype: cut "
-                "values of one dtype, and don't branch on the batch's shape."
+                f"Traced with {num_rows} rows in {dtype or 'the dtype of the parameters'}, the model has "
+                f"{flat.num_segments} segments and {len(flat.values)} values across cuts; with {main.rows} "
+                f"rows it has {main.num_segments} and {len(main.values)}. The cuts may not depend on the "
+                "number of rows or on the dtype of the parameters: cut values of one dtype, and don't branch "
+                "on the batch's shape."
             )
 
     def _check_results(self) -> None:
@@ -465,7 +514,7 @@ def _letters(index: int) -> str:
 
 
 def _num_bytes(spec: Any) -> int:
-    return math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _takes_rng(loss_fn: Callable) -> bool:
@@ -510,4 +559,6 @@ def trace(
         UserError: What the loss returns, its cuts or its mixing of rows can't be trained over groups; the
             text says why.
     """
+    if rows not in get_args(RowsMode):
+        raise UserError(f"rows is {rows!r}. Allowed: {', '.join(map(repr, get_args(RowsMode)))}.")
     return Program(loss_fn, init_fn, batch_spec, rows=rows, frozen=frozen, eval_loss_fn=eval_loss_fn)

@@ -175,7 +175,7 @@ class Trainer:
 
     def params(self, state: TrainState) -> Any:
         """All parameters as host arrays, in the structure that `init_fn` returns."""
-        return self.program.tree(self.program.assemble({p: np.asarray(a) for p, a in state.masters.items()}))
+        return canonical.host_tree(self.program, state.masters)
 
     def export(self, state: TrainState) -> dict[str, Any]:
         """The state on the host, in a layout that no plan shows through.
@@ -195,7 +195,8 @@ class Trainer:
 
     def canonical_spec(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Shapes and dtypes of the arrays that `export` returns."""
-        params = dict(zip(self.program.leaf_paths, self.program.leaf_specs, strict=True))
+        specs = map(canonical.saved_spec, self.program.leaf_specs)
+        params = dict(zip(self.program.leaf_paths, specs, strict=True))
         return {"params": params, "opt_state": self.optimizer.whole_specs()}
 
     def import_(self, saved: Mapping[str, Any]) -> TrainState:

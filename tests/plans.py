@@ -30,7 +30,7 @@ def cluster_of(sizes: Sequence[int], dtypes: Sequence[str] = (), **fields: Seque
 def member(
     group: int, start: int, stop: int, *, remat: str = "dots", first: int = 0, **axes: int
 ) -> dict[str, Any]:
-    """A member on the group's devices from `first` on, as many as its axes need, with rows `start` to `stop`."""
+    """A member with rows `start` to `stop` on as many devices, from `first` on, as its axes need."""
     axes = {"dp": 1, "fsdp": 1, "tp": 1} | axes
     count = axes["dp"] * axes["fsdp"] * axes["tp"]
     devices = tuple(range(first, first + count))
@@ -49,7 +49,8 @@ def plan_of(
 ) -> Plan:
     """A plan whose stages end at `borders` and at the last segment.
 
-    Each stage has one entry of `members`: a group's number (one device, all rows), or a list of what `member` makes.
+    Each stage has one entry of `members`: a group's number (one device, all rows), or a list of what `member`
+    makes.
     """
     rows, count = program.global_batch // microbatches, program.num_segments
     stages = []
