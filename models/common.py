@@ -62,6 +62,11 @@ class ModelConfig(pydantic.BaseModel):
         """Width of one attention head."""
         return self.embed_dim // self.num_heads
 
+    @property
+    def mlp_width(self) -> int:
+        """Width inside the MLP; by default `4 * embed_dim`."""
+        return self.mlp_dim or 4 * self.embed_dim
+
     def ends_part(self, layer: int) -> bool:
         """Whether a cut follows block `layer` (counted from 0)."""
         return (layer + 1) % self.cut_every == 0 or layer + 1 == self.num_layers

@@ -37,11 +37,6 @@ class GPTConfig(common.ModelConfig):
     dropout: float = pydantic.Field(default=0.0, ge=0.0, lt=1.0)
     form: Literal["flat", "naive"] = "flat"
 
-    @property
-    def mlp_width(self) -> int:
-        """Width inside the MLP."""
-        return self.mlp_dim or 4 * self.embed_dim
-
 
 def _normal(scale: float, *names: str):
     return nnx.with_partitioning(nnx.initializers.normal(scale), names)
