@@ -60,7 +60,7 @@ def export_optimizer(
     for unit, state in zip(units, states, strict=True):
         for path, array in zip(unit.state_paths, state, strict=True):
             piece = optimizer.piece_of(path, unit.pieces)
-            parts.setdefault(path, {})[piece.index or 0 if piece else 0] = (piece, array)
+            parts.setdefault(path, {})[piece.position if piece else 0] = (piece, array)
     out = {}
     for path, spec in optimizer.whole_specs().items():
         found = parts[path]
@@ -107,7 +107,7 @@ def import_params(program: Program, placement: Placement, saved: Mapping[str, An
     masters = {}
     for piece in program.pieces:
         whole, spec = np.asarray(saved[program.leaf_paths[piece.leaf]]), program.piece_spec(piece)
-        part = whole if piece.axis is None else np.take(whole, piece.index, axis=piece.axis)
+        part = whole if piece.axis is None else whole.take(piece.position, axis=piece.axis)
         part = as_keys(part, spec) if is_key(spec) else part.astype(spec.dtype)
         masters[piece] = jax.device_put(part, placement.stored_sharding(piece))
     return masters
@@ -134,7 +134,7 @@ def import_optimizer(
                 assert piece is not None and piece.axis is not None, (
                     f"{path} changes shape without being a slice"
                 )
-                array = np.take(array, piece.index, axis=_stack_axis(array.shape, spec.shape, piece.axis))
+                array = array.take(piece.position, axis=_stack_axis(array.shape, spec.shape, piece.axis))
             state.append(jax.device_put(array.astype(spec.dtype), sharding))
         out.append(state)
     return out

@@ -32,6 +32,11 @@ class Piece:
     axis: int | None = None
     index: int | None = None
 
+    @property
+    def position(self) -> int:
+        """The slice's index; 0 for a whole leaf."""
+        return self.index or 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -346,17 +351,19 @@ class Flat:
         eqns, free = jaxprs.prune(self.eqns, [*output_vars, *atoms], given)
         eqns, literals = lift_literals(eqns, self._by_param)
         inputs = [v for v in free if v in given]
-        params = [v for v in free if isinstance(self._roles.get(v), Piece)]
-        data = [v for v in free if isinstance(self._roles.get(v), Data)]
+        origins = {v: self._roles.get(v) for v in free}
+        pieces = {v: r for v, r in origins.items() if isinstance(r, Piece)}
+        sources = {v: r for v, r in origins.items() if isinstance(r, Data)}
+        params, data = list(pieces), list(sources)
         assert len(inputs) + len(params) + len(data) == len(free), (
             "a segment reads a variable of unknown origin"
         )
-        roles = [self._roles[v] for v in data] + [r for _, r in literals]
+        roles = [*sources.values(), *(r for _, r in literals)]
         data += [v for v, _ in literals]
         key = jaxprs.equations_key(eqns, [*params, *inputs, *data], [*output_vars, *atoms])
         traits = (
-            [self._frozen[self._roles[v].leaf] for v in params],
-            [str(self.values[i].follows) for i in [*map(self._value_ids.get, inputs), *outputs]],
+            [self._frozen[p.leaf] for p in pieces.values()],
+            [str(self.values[i].follows) for i in [*(self._value_ids[v] for v in inputs), *outputs]],
             [r.kind for r in roles],
             results,
         )
@@ -364,7 +371,7 @@ class Flat:
             start,
             stop,
             tuple(eqns),
-            tuple(self._roles[v] for v in params),
+            tuple(pieces.values()),
             tuple(params),
             tuple(self._value_ids[v] for v in inputs),
             tuple(inputs),

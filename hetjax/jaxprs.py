@@ -257,7 +257,8 @@ def entry_eqns(aval: Any) -> Entry:
 
     specs = (jax.ShapeDtypeStruct(aval.shape, aval.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
     inner, _ = open_jaxpr(jax.make_jaxpr(take)(*specs))
-    return Entry(list(inner.eqns), *inner.invars, inner.outvars[0])
+    stack, index = inner.invars
+    return Entry(list(inner.eqns), stack, index, inner.outvars[0])
 
 
 def rename(eqn: Any, names: Mapping[Any, Any]) -> Any:

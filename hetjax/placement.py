@@ -209,7 +209,7 @@ class Placement:
         trainable = [self.program.trainable(p) for p in unit.params]
         key = ("unit", unit.key, setting, flat.rows, tuple(trainable))
         functions = compiled.get(key, lambda: UnitExecutables(flat, unit, trainable, setting))
-        data = []
+        data: list[Data | jax.Array] = []
         for source in unit.data:
             if source.kind == "const":
                 data.append(self._constant(place, ("const", flat, source.index)))
@@ -348,4 +348,4 @@ class Placement:
         function = compiled.get(key, lambda: jax.jit(init, out_shardings=list(shardings)))
         given = [jax.random.key(seed), *consts, *(np.asarray(d.index, d.dtype) for _, d in literals)]
         given = [jax.device_put(g, place.submesh.replicated) for g in given]
-        return function(given, [np.int32(p.index or 0) for p in pieces])
+        return function(given, [np.int32(p.position) for p in pieces])

@@ -458,7 +458,7 @@ class Program:
             name = "/".join(common)
         else:
             name = "+".join(dict.fromkeys("/".join(p[:-1] or p) for p in paths))
-        indices = {p.index for p in own if p.axis is not None}
+        indices = {p.position for p in own if p.axis is not None}
         name = name.removeprefix("params/")
         return f"{name[:40]}[{min(indices)}]" if indices and "[" not in name else name[:44]
 
@@ -492,14 +492,13 @@ class Program:
     def assemble(self, pieces: dict[Piece, np.ndarray]) -> list[np.ndarray]:
         """Join host arrays of all pieces into leaves, in order."""
         leaves: list[Any] = [None] * len(self.leaf_specs)
-        stacks: dict[int, dict[int, np.ndarray]] = {}
+        stacks: dict[tuple[int, int], dict[int, np.ndarray]] = {}
         for piece, array in pieces.items():
             if piece.axis is None:
                 leaves[piece.leaf] = array
             else:
-                stacks.setdefault(piece.leaf, {})[piece.index or 0] = array
-        for leaf, slices in stacks.items():
-            axis = next(p.axis for p in pieces if p.leaf == leaf)
+                stacks.setdefault((piece.leaf, piece.axis), {})[piece.position] = array
+        for (leaf, axis), slices in stacks.items():
             leaves[leaf] = np.stack([slices[i] for i in range(len(slices))], axis=axis)
         return leaves
 

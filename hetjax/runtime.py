@@ -107,7 +107,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 @functools.partial(jax.jit)
 def _totals(parts: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
-    return {name: sum(p.sum() for p in arrays) for name, arrays in parts.items()}
+    return {name: sum((a.sum() for a in arrays[1:]), arrays[0].sum()) for name, arrays in parts.items()}
 
 
 class Trainer:
@@ -270,7 +270,7 @@ class Trainer:
         *,
         training: bool,
         watcher: Watcher | None = None,
-    ) -> tuple[Step, dict[str, list], list[tuple[Place, jax.Array]]]:
+    ) -> tuple[Step, dict[str, list[tuple[Any, Any]]], list[tuple[Place, jax.Array]]]:
         """Forward (and backward). Returns the step, (total, weight) by metric, and the loss's weights by
         place."""
         places = self.placement.places
@@ -295,15 +295,17 @@ class Trainer:
                 by_place[place][name].append(array)
         totals = {place: _totals(dict(parts)) for place, parts in by_place.items()}
         names = dict.fromkeys(n.rsplit(".", 1)[0] for n in step.results)
-        sums = {
+        sums: dict[str, list[tuple[Any, Any]]] = {
             name: [
-                (sums.get(f"{name}.total", 0.0), sums.get(f"{name}.weight", 0.0))
-                for sums in totals.values()
-                if f"{name}.total" in sums or f"{name}.weight" in sums
+                (here.get(f"{name}.total", 0.0), here.get(f"{name}.weight", 0.0))
+                for here in totals.values()
+                if f"{name}.total" in here or f"{name}.weight" in here
             ]
             for name in names
         }
-        weights = [(place, t["loss.weight"]) for place, t in totals.items() if "loss.weight" in t]
+        weights: list[tuple[Place, Any]] = [
+            (place, t["loss.weight"]) for place, t in totals.items() if "loss.weight" in t
+        ]
         return step, sums, weights
 
     def _contributions(self, step: Step, unit: UpdateUnit, place: Place) -> tuple[list, list]:
@@ -358,28 +360,39 @@ class Trainer:
         step, sums, weights = self._pass(state, leaves, training=True, watcher=watcher)
         inputs = self._update_inputs(state, step, weights)
         step.sums.clear()
-        masters, optimizer, squares = dict(state.masters), list(state.optimizer), []
-        if self._two_phases:
-            reduced = [functions.reduce(*given) for _, functions, given in inputs]
-            squares = [s for _, s in reduced]
-            all_squares = self._share(squares, [self.placement.owner_place[u.pieces[0]] for u, *_ in inputs])
-        for i, (unit, functions, given) in enumerate(inputs):
-            old = [masters[p] for p in unit.pieces]
-            if self._two_phases:
-                place = self.placement.owner_place[unit.pieces[0]]
-                new, optimizer[i] = functions.apply(
-                    old, optimizer[i], reduced[i][0], all_squares[place.index]
-                )
-            else:
-                new, optimizer[i], square = functions.fused(old, optimizer[i], *given[:3])
-                squares.append(square)
+        update = self._two_phase_update if self._two_phases else self._fused_update
+        new, squares = update(state, inputs)
+        return new, Metrics(sums, squares, watcher)
+
+    def _fused_update(self, state: TrainState, inputs: Sequence[tuple]) -> tuple[TrainState, list[jax.Array]]:
+        """Reduce and update unit by unit."""
+        masters, optimizer, squares = dict(state.masters), [], []
+        for (unit, functions, given), old in zip(inputs, state.optimizer, strict=True):
+            new, leaves, square = functions.fused([masters[p] for p in unit.pieces], old, *given[:3])
             masters.update(zip(unit.pieces, new, strict=True))
+            optimizer.append(leaves)
+            squares.append(square)
+        return TrainState(masters, optimizer, state.step + 1, state.seed, None), squares
+
+    def _two_phase_update(
+        self, state: TrainState, inputs: Sequence[tuple]
+    ) -> tuple[TrainState, list[jax.Array]]:
+        """Reduce every unit, then update with the global norm known everywhere."""
+        reduced = [functions.reduce(*given) for _, functions, given in inputs]
+        places = [self.placement.owner_place[unit.pieces[0]] for unit, *_ in inputs]
+        squares = [s for _, s in reduced]
+        shared = self._share(squares, places)
+        masters, optimizer = dict(state.masters), []
+        for i, (unit, functions, _) in enumerate(inputs):
+            old = [masters[p] for p in unit.pieces]
+            given = (old, state.optimizer[i], reduced[i][0], shared[places[i].index])
+            new, leaves = functions.apply(*given)
+            masters.update(zip(unit.pieces, new, strict=True))
+            optimizer.append(leaves)
         scale = state.scale
         if scale is not None and self.loss_scale is not None:
-            scale = _next_scale(*scale, all_squares[self._home.index], self.loss_scale)
-        return TrainState(masters, optimizer, state.step + 1, state.seed, scale), Metrics(
-            sums, squares, watcher
-        )
+            scale = _next_scale(*scale, shared[self._home.index], self.loss_scale)
+        return TrainState(masters, optimizer, state.step + 1, state.seed, scale), squares
 
     def _share(self, squares: Sequence[jax.Array], owners: Sequence[Place]) -> dict[int, list[Any]]:
         """Every unit's sum of squares on every place, summed place by place first."""

@@ -168,9 +168,9 @@ class UnitFunction:
 
     def _own_draws(self, eqn: Any, args: list[Any], offset: Any) -> list[Any] | None:
         """Draw for the whole microbatch and take the own rows."""
-        row_dim = self._random.get(eqn.outvars[0])
+        row_dim, all_rows = self._random.get(eqn.outvars[0]), self.setting.microbatch_rows
         shape = eqn.params.get("shape")
-        if row_dim is None or self.setting.microbatch_rows == self.flat.rows:
+        if row_dim is None or all_rows is None or all_rows == self.flat.rows:
             return None
         if shape is None or len(eqn.outvars) != 1:
             raise UserError(
@@ -179,7 +179,7 @@ class UnitFunction:
                 "out of those for all. Use jax.random with the default key type."
             )
         dim, outer, inner = row_dim.dim, row_dim.outer, row_dim.inner
-        whole = (*shape[:dim], outer * self.setting.microbatch_rows * inner, *shape[dim + 1 :])
+        whole = (*shape[:dim], outer * all_rows * inner, *shape[dim + 1 :])
         drawn = eqn.primitive.bind(*args, **(eqn.params | {"shape": whole}))
         extra = drawn.shape[len(shape) :]
         split = drawn.reshape(
