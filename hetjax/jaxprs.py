@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,14 +25,8 @@ from hetjax.marks import CUT
 Atom = Any  # jex.Var | jex.Literal
 Rule = Callable[[Any, list[Any]], Any]
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "call"}
-_INLINED_WITH_MARK = {
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
+_INLINED_WITH_MARK = {"remat", "remat2", "checkpoint"}
+_CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def is_literal(atom: Atom) -> bool:
@@ -165,9 +160,9 @@ def _fold(eqn: Any, args: Sequence[Any]) -> np.ndarray | None:
 def inline(closed: Any) -> Any:
     """Flatten a closed jaxpr until every cut stands at its top level.
 
-    `jit` calls are always inlined; `remat` and custom-derivative calls where they hold a cut; a `scan` whose
-    body holds
-    a cut is unrolled, its constants and carry passed from one iteration to the next.
+    `jit` calls are always inlined; `remat` calls where they hold a cut; a `scan` whose body holds a cut is
+    unrolled, its constants and carry passed from one iteration to the next. A cut in a function with a
+    derivative of its own is passed over, with a warning.
 
     Raises:
         UserError: A cut stands in a construct that can't be divided (`while`, `cond`, ...).
@@ -193,13 +188,17 @@ def inline(closed: Any) -> Any:
             return run(next(inner_jaxprs(eqn)), args)
         if marked and name == "scan":
             return _unroll(eqn, args, run)
-        if marked:
+        if marked and name in _CUSTOM:
+            warnings.warn(
+                "hetjax.cut inside a function with a derivative of its own (jax.custom_vjp, jax.custom_jvp) "
+                "is passed over, since its rule holds for the whole function. Place the cut around the call.",
+                stacklevel=2,
+            )
+        elif marked:
             raise UserError(
                 f"hetjax.cut stands inside `{name}`, whose body can't be divided between devices. A cut may "
-                f"stand at the "
-                "top level, in jit, remat, custom_jvp/custom_vjp functions and in the body of scan. Move "
-                "the cut out of "
-                f"the `{name}`, or write the loop as jax.lax.scan or as a Python loop."
+                "stand at the top level, in jit, in remat and in the body of scan. Move the cut out of the "
+                f"`{name}`, or write the loop as jax.lax.scan or as a Python loop."
             )
         return bind(eqn, args)
 

@@ -151,12 +151,6 @@ class Placement:
             or any(p.submesh.num_shards > 1 for p in self.places)
             or any(len(stage.members) > 1 for stage in self.plan.stages)
         )
-        if split and self.program.rows_mode == "whole":
-            raise UserError(
-                "The program was traced with rows='whole' and the plan splits its rows. Such a plan needs "
-                "num_microbatches = 1, "
-                "one member a stage and dp = fsdp = 1 (tp may be larger)."
-            )
         if split and self.program.main.row_model and self.program.main.row_model.inner_draws:
             raise UserError(
                 "The model draws random numbers for its rows inside a loop or an inner function, where "

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,16 @@ def path_string(path: Sequence[Any]) -> str:
     return "/".join(parts)
 
 
-def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
-    """Flatten what a loss function returned into float32 sums and their names."""
+class Traced(NamedTuple):
+    """A flattened jaxpr whose outputs are sums, their names, and which came as plain scalars."""
+
+    closed: Any
+    names: list[str]
+    plain: list[str]
+
+
+def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str], list[str]]:
+    """Flatten what a loss function returned into float32 sums, their names, and which were plain scalars."""
     loss, extra = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if isinstance(extra, Mean) or not isinstance(extra, Mapping):
         raise UserError(
@@ -84,13 +92,16 @@ def _result_list(out: Any, num_rows: int) -> tuple[list[Any], list[str]]:
             f"loss_fn returned a metric named {taken[0]!r}. The names of metrics are strings, and hetjax "
             "itself reports 'loss' and 'grad_norm': choose another."
         )
-    values, names = [], []
+    values, names, plain = [], [], []
     for name, value in {"loss": loss, **extra}.items():
         mean = value if isinstance(value, Mean) else Mean(value, num_rows)
         total, weight = (_scalar(part, name) for part in (mean.total, mean.weight))
-        values += [total if isinstance(value, Mean) else total * num_rows, weight]
+        if not isinstance(value, Mean):
+            total = total * num_rows
+            plain.append(name)
+        values += [total, weight]
         names += [f"{name}.total", f"{name}.weight"]
-    return values, names
+    return values, names, plain
 
 
 _STATE = (
@@ -160,8 +171,9 @@ class Program:
     def _analyse(self, mode: RowsMode, *, training: bool) -> Flat:
         """Trace at two numbers of rows, tell how values follow them, and hold the results against `mode`."""
         first = max(self.global_batch, 2)
-        closed, names = self._closed(first, None, training, cast_batch=False)
-        flat = self._flat(closed, names, first, None)
+        traced = self._closed(first, None, training, cast_batch=False)
+        closed = traced.closed
+        flat = self._flat(traced, first, None)
         if not flat.num_segments:
             raise UserError(
                 "loss_fn never combines its parameters with its batch, so there is nothing to train."
@@ -169,7 +181,7 @@ class Program:
         if training:
             self._check_state(closed)
         try:
-            other = self._closed(2 * first, None, training, cast_batch=False)[0]
+            other = self._closed(2 * first, None, training, cast_batch=False).closed
         except Exception:  # a model may be written for one number of rows; then one trace has to do
             other = None
         inner, _ = jaxprs.open_jaxpr(closed)
@@ -180,12 +192,19 @@ class Program:
             closed, first, leading, other=other, other_rows=2 * first if other else None
         )
         if mode == "auto":
-            for i in range(0, len(names), 2):
-                name = names[i].rsplit(".", 1)[0]
-                what = "The loss" if name == "loss" else f"The metric {name!r}"
-                what += "" if training else " in evaluation"
-                row_analysis.check(report, inner.outvars[i], inner.outvars[i + 1], what)
-        return self._flat(closed, names, first, flat.read_report(report))
+            self._check_rows(report, traced, "" if training else " in evaluation")
+        return self._flat(traced, first, flat.read_report(report))
+
+    def _check_rows(self, report: row_analysis.RowsReport, traced: Traced, when: str) -> None:
+        """Refuse results that can't be put together from those of parts of the batch."""
+        inner, _ = jaxprs.open_jaxpr(traced.closed)
+        scaled = {e.outvars[0]: e.invars[0] for e in inner.eqns if e.primitive.name == "mul"}
+        for i in range(0, len(traced.names), 2):
+            name, total, weight = traced.names[i].rsplit(".", 1)[0], inner.outvars[i], inner.outvars[i + 1]
+            what = ("The loss" if name == "loss" else f"The metric {name!r}") + when
+            if name in traced.plain and total in scaled:
+                total, weight = scaled[total], None
+            row_analysis.check(report, total, weight, what)
 
     def _check_state(self, closed: Any) -> None:
         """Refuse a model that relies on state that hetjax does not carry."""
@@ -263,24 +282,22 @@ class Program:
 
     def _trace(self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Flat:
         row_model = self._main(training).row_model
-        closed, names = self._closed(num_rows, dtype, training, cast_batch=cast_batch)
-        return self._flat(closed, names, num_rows, row_model)
+        traced = self._closed(num_rows, dtype, training, cast_batch=cast_batch)
+        return self._flat(traced, num_rows, row_model)
 
-    def _flat(self, closed: Any, names: Sequence[str], num_rows: int, row_model: RowModel | None) -> Flat:
+    def _flat(self, traced: Traced, num_rows: int, row_model: RowModel | None) -> Flat:
         return Flat(
-            closed,
+            traced.closed,
             num_params=len(self.leaf_specs),
             num_batch=len(self.batch_leaves),
-            result_names=names,
+            result_names=traced.names,
             frozen=self.frozen,
             rows=num_rows,
             row_model=row_model,
         )
 
-    def _closed(
-        self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool
-    ) -> tuple[Any, list[str]]:
-        """The flattened jaxpr of the loss at a number of rows, and the names of its results."""
+    def _closed(self, num_rows: int, dtype: str | None, training: bool, *, cast_batch: bool) -> Traced:
+        """The flattened jaxpr of the loss at a number of rows."""
 
         def cast(leaf: Any) -> Any:
             return leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -288,11 +305,12 @@ class Program:
         loss_fn = self.loss_fn if training else self.eval_loss_fn
         takes_rng = _takes_rng(loss_fn)
         names: list[str] = []
+        plain: list[str] = []
 
         def function(params: Any, batch: Any, *key: Any) -> list[Any]:
             batch = jax.tree.map(cast, batch) if cast_batch else batch
             rng = (key or (None,)) if takes_rng else ()
-            values, names[:] = _result_list(loss_fn(params, batch, *rng), num_rows)
+            values, names[:], plain[:] = _result_list(loss_fn(params, batch, *rng), num_rows)
             return values
 
         def at_compute_dtype(leaf: Any) -> Any:
@@ -308,7 +326,7 @@ class Program:
             ],
         )
         key = (self.key_spec,) if takes_rng and training else ()
-        return jaxprs.inline(jax.make_jaxpr(function)(params, batch, *key)), names
+        return Traced(jaxprs.inline(jax.make_jaxpr(function)(params, batch, *key)), names, plain)
 
     def _check_same_cuts(self, flat: Flat, num_rows: int, dtype: str | None, training: bool) -> None:
         def shape(f: Flat) -> list:
