@@ -45,29 +45,36 @@ def checkpoint_policy(remat: str) -> Callable | None:
 
 
 def flatten_dot(eqn: Any, args: list[Any]) -> list[Any] | None:
-    """Rewrite a `dot_general` as one (batched) matrix product on merged dims, which XLA:CPU runs far faster.
+    """Rewrite a `dot_general` without batch dims as a product of two matrices, which XLA:CPU runs far faster.
 
-    The values are the same sums. A product that already has that form is left alone.
+    What counts is its transpose: the gradient of a weight that is applied to `[rows, seq, d]` contracts two dims
+    at once, for which XLA:CPU copies the activations. Batched products (attention) are left alone: transposing
+    them to the front costs more than it gains (docs/log.md). The values are the same sums.
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs = args
-    num_batch = len(lhs_batch)
-    lhs_free = [d for d in range(lhs.ndim) if d not in lhs_contract and d not in lhs_batch]
-    rhs_free = [d for d in range(rhs.ndim) if d not in rhs_contract and d not in rhs_batch]
-    leading = tuple(lhs_batch) == tuple(rhs_batch) == tuple(range(num_batch))
-    if len(lhs_free) <= 1 and len(rhs_free) <= 1 and len(lhs_contract) == 1 and num_batch <= 1 and leading:
+    lhs_free = [d for d in range(lhs.ndim) if d not in lhs_contract]
+    rhs_free = [d for d in range(rhs.ndim) if d not in rhs_contract]
+    if lhs_batch or (len(lhs_free) <= 1 and len(rhs_free) <= 1 and len(lhs_contract) == 1):
         return None
-    batch = [lhs.shape[d] for d in lhs_batch]
-    rows, columns = [lhs.shape[d] for d in lhs_free], [rhs.shape[d] for d in rhs_free]
-    inner = math.prod(lhs.shape[d] for d in lhs_contract)
-    merged = [math.prod(batch)] if num_batch else []
-    left = jnp.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract)).reshape(*merged, math.prod(rows), inner)
-    right = jnp.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free)).reshape(
-        *merged, inner, math.prod(columns)
-    )
-    dims = (((num_batch > 0) + 1,), ((num_batch > 0) + 0,)), (((0,), (0,)) if num_batch else ((), ()))
+    left, left_contract = _as_matrix(lhs, lhs_contract, lhs_free)
+    right, right_contract = _as_matrix(rhs, rhs_contract, rhs_free)
     keep = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
-    return [jax.lax.dot_general(left, right, dims, **keep).reshape(*batch, *rows, *columns)]
+    out = jax.lax.dot_general(left, right, (((left_contract,), (right_contract,)), ((), ())), **keep)
+    return [out.reshape(*(lhs.shape[d] for d in lhs_free), *(rhs.shape[d] for d in rhs_free))]
+
+
+def _as_matrix(x: jax.Array, contract: Sequence[int], free: Sequence[int]) -> tuple[jax.Array, int]:
+    """Merge an operand's contracted and its free dims; returns the matrix and its contracted dim.
+
+    They stay in the order in which they stand, so that as little as can be is transposed.
+    """
+    contract_first = not free or (bool(contract) and min(contract) < min(free))
+    groups = (contract, free) if contract_first else (free, contract)
+    matrix = jnp.transpose(x, (*groups[0], *groups[1])).reshape(
+        [math.prod(x.shape[d] for d in g) for g in groups]
+    )
+    return matrix, 0 if contract_first else 1
 
 
 @dataclasses.dataclass(frozen=True)
