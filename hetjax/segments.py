@@ -47,9 +47,9 @@ def checkpoint_policy(remat: str) -> Callable | None:
 def flatten_dot(eqn: Any, args: list[Any]) -> list[Any] | None:
     """Rewrite a `dot_general` without batch dims as a product of two matrices, which XLA:CPU runs far faster.
 
-    What counts is its transpose: the gradient of a weight that is applied to `[rows, seq, d]` contracts two dims
-    at once, for which XLA:CPU copies the activations. Batched products (attention) are left alone: transposing
-    them to the front costs more than it gains (docs/log.md). The values are the same sums.
+    What counts is its transpose: the gradient of a weight that is applied to `[rows, seq, d]` contracts two
+    dims at once, for which XLA:CPU copies the activations. Batched products (attention) are left alone:
+    transposing them to the front costs more than it gains (docs/log.md). The values are the same sums.
     """
     (lhs_contract, rhs_contract), (lhs_batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs = args
