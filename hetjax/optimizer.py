@@ -21,6 +21,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from hetjax import jaxprs
+from hetjax.compile import compiled
 from hetjax.errors import UserError
 from hetjax.flat import Piece
 from hetjax.program import Program, path_string
@@ -97,11 +98,9 @@ class Pieces:
 
 _NEEDS_TREE = (
     "This optax transformation needs the whole parameter tree: {what}. hetjax updates each parameter on the "
-    "group "
-    "that owns it. Give a global-norm clip as `hetjax.Trainer(..., clip_norm=1.0)` instead of "
+    "group that owns it. Give a global-norm clip as `hetjax.Trainer(..., clip_norm=1.0)` instead of "
     "optax.clip_by_global_norm, and use transformations that treat each parameter by itself (adam, adamw, "
-    "sgd, lion, "
-    "...)."
+    "sgd, lion, ...)."
 )
 
 
@@ -140,9 +139,7 @@ def check_per_parameter(program: Program, tx: optax.GradientTransformation) -> N
     equation.
 
     Leaves of one shape and path (but for numbers) are represented by two. Slices of a stacked leaf are tried
-    out with numbers, too,
-    since an equation
-    (a mean over the leaf) may mean another thing there.
+    out with numbers, too, since an equation (a mean over the leaf) may mean another thing there.
 
     Raises:
         UserError: They differ, or an update of a part of the tree fails.
@@ -206,8 +203,8 @@ def _try_slices(program: Program, tx: optax.GradientTransformation, leaf: int, a
     for i in range(2):
         got = np.asarray(steps(whole.take(i, axis), [g.take(i, axis) for g in slopes]))
         if not np.allclose(got, expected.take(i, axis), rtol=1e-4, atol=1e-6):
-            what = f"a slice of {program.leaf_paths[leaf]!r}, which a scan over layers stacks, gets another "
-            "update alone"
+            path = program.leaf_paths[leaf]
+            what = f"a slice of {path!r}, which a scan over layers stacks, gets another update alone"
             raise UserError(_NEEDS_TREE.format(what=what))
 
 
@@ -243,9 +240,14 @@ class UpdateUnit:
         return self.submesh.replicated
 
     def init_state(self, masters: list) -> list:
-        """Optimizer state of fresh masters."""
-        init = jax.jit(lambda a: self.optimizer.init(self.pieces, a), out_shardings=self.state_shardings)
-        return init(masters)
+        """Optimizer state of fresh masters; units of one class share the compiled function."""
+
+        def init(arrays: list) -> list:
+            return self.optimizer.init(self.pieces, arrays)
+
+        shardings = (*self.shardings, *self.state_shardings)
+        key = ("state", jaxprs.canonical_key(jax.make_jaxpr(init)(self.specs)), shardings)
+        return compiled.get(key, lambda: jax.jit(init, out_shardings=self.state_shardings))(masters)
 
     def class_key(self) -> tuple:
         """Units with equal keys share their compiled update."""
