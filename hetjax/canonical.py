@@ -58,8 +58,7 @@ def export_optimizer(
     """Every leaf of the optimizer state by its path in plain `tx.init(params)`."""
     parts: dict[str, dict[int, Any]] = {}
     for unit, state in zip(units, states, strict=True):
-        for path, array in zip(unit.state_paths, state, strict=True):
-            piece = optimizer.piece_of(path, unit.pieces)
+        for path, piece, array in zip(unit.state_paths, unit.state_pieces, state, strict=True):
             parts.setdefault(path, {})[piece.position if piece else 0] = (piece, array)
     out = {}
     for path, spec in optimizer.whole_specs().items():
@@ -126,11 +125,10 @@ def import_optimizer(
     out = []
     for unit in units:
         state = []
-        leaves = zip(unit.state_paths, unit.state_specs, unit.state_shardings, strict=True)
-        for path, spec, sharding in leaves:
+        leaves = zip(unit.state_paths, unit.state_pieces, unit.state_specs, unit.state_shardings, strict=True)
+        for path, piece, spec, sharding in leaves:
             array = np.asarray(saved[path])
             if array.shape != spec.shape:
-                piece = optimizer.piece_of(path, unit.pieces)
                 assert piece is not None and piece.axis is not None, (
                     f"{path} changes shape without being a slice"
                 )

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hetjax import segments
@@ -230,8 +229,7 @@ def offsets(submesh: Submesh, start: int, rows: int) -> jax.Array:
     return jax.device_put(values, submesh.stacked)
 
 
-def place_batch(array: np.ndarray, submesh: Submesh) -> jax.Array:
-    """Put a member's rows of a batch leaf on its submesh, divided over the shards; a scalar goes to every
+def place_batch(arrays: Sequence[np.ndarray], submesh: Submesh) -> list[jax.Array]:
+    """Put a member's rows of batch leaves on its submesh, divided over the shards; scalars go to every
     device."""
-    sharding: NamedSharding = submesh.stacked if array.ndim else submesh.replicated
-    return jax.device_put(array, sharding)
+    return jax.device_put(arrays, [submesh.stacked if a.ndim else submesh.replicated for a in arrays])

@@ -283,7 +283,7 @@ class Flat:
         eqns, pieces = expose_pieces(inner.eqns, inner.outvars, params)
         eqns, cuts, outvars = _resolve_marks(eqns, inner.outvars)
         self._roles |= pieces
-        self.eqns = eqns
+        self.eqns, self._slice = eqns, jaxprs.Slicer(eqns)
         self.results = dict(zip(result_names, outvars, strict=True))
         self._assign(cuts)
 
@@ -330,7 +330,7 @@ class Flat:
         """Whether a result depends on any parameter that is not frozen."""
         if jaxprs.is_literal(atom):
             return False
-        _, free = jaxprs.prune(self.eqns, [atom])
+        _, free = self._slice([atom])
         return any(isinstance(r, Piece) and not self._frozen[r.leaf] for r in map(self._roles.get, free))
 
     def piece_spec(self, var: Any) -> jax.ShapeDtypeStruct:
@@ -348,7 +348,7 @@ class Flat:
         output_vars = [self.values[i].var for i in outputs]
         atoms = [self.results[n] for n in results]
         given = {v.var for v in self.values if v.producer < start}
-        eqns, free = jaxprs.prune(self.eqns, [*output_vars, *atoms], given)
+        eqns, free = self._slice([*output_vars, *atoms], given)
         eqns, literals = lift_literals(eqns, self._by_param)
         inputs = [v for v in free if v in given]
         origins = {v: self._roles.get(v) for v in free}

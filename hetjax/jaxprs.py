@@ -207,6 +207,33 @@ def inline(closed: Any) -> Any:
     return flat(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars])
 
 
+class Slicer:
+    """Finds what some results need among equations; made once where many results are asked for."""
+
+    def __init__(self, eqns: Sequence[Any]) -> None:
+        """Index the equations, which are in order."""
+        self.eqns = eqns
+        self._made_by = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+
+    def __call__(self, outvars: Sequence[Atom], stop: Iterable[Any] = ()) -> tuple[list[Any], list[Any]]:
+        """See `prune`."""
+        stop = set(stop)
+        waiting = [v for v in outvars if not is_literal(v) and v not in stop]
+        found: set[int] = set()
+        while waiting:
+            number = self._made_by.get(waiting.pop())
+            if number is not None and number not in found:
+                found.add(number)
+                waiting += [v for v in self.eqns[number].invars if not is_literal(v) and v not in stop]
+        kept = [self.eqns[i] for i in sorted(found)]
+        defined = {v for e in kept for v in e.outvars}
+        free: dict[Any, None] = {}
+        for atom in [*(v for e in kept for v in e.invars), *outvars]:
+            if not is_literal(atom) and (atom not in defined or atom in stop):
+                free[atom] = None
+        return kept, list(free)
+
+
 def prune(
     eqns: Sequence[Any], outvars: Sequence[Atom], stop: Iterable[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
@@ -219,23 +246,9 @@ def prune(
 
     Returns:
         The needed equations in order, and the variables that they (and `outvars`) read and no kept equation
-        defines, in
-        the order of first use.
+        defines, in the order of first use.
     """
-    stop = set(stop)
-    wanted = {v for v in outvars if not is_literal(v)} - stop
-    kept = []
-    for eqn in reversed(eqns):
-        if any(v in wanted for v in eqn.outvars):
-            kept.append(eqn)
-            wanted.update(v for v in eqn.invars if not is_literal(v) and v not in stop)
-    kept.reverse()
-    defined = {v for e in kept for v in e.outvars}
-    free: dict[Any, None] = {}
-    for atom in [*(v for e in kept for v in e.invars), *outvars]:
-        if not is_literal(atom) and atom not in defined:
-            free[atom] = None
-    return kept, list(free)
+    return Slicer(eqns)(outvars, stop)
 
 
 class Entry(NamedTuple):

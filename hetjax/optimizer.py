@@ -1,18 +1,17 @@
 """optax on placed state: every update unit (a segment's own parameters) is updated where it lives.
 
-A transformation qualifies when updating the parameters piece by piece gives what updating the whole tree
-gives; that is tried
-out on small arrays before training. The global norm, which does need the whole tree, is a clip in two phases:
-each unit sums
-its squares, all units read all sums.
+A transformation is traced once over the whole tree; it qualifies when the part of the trace that updates a
+unit
+reads nothing of other units. The global norm, which does need the whole tree, is a clip in two phases: each
+unit sums its squares, all units read all sums.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,58 +43,6 @@ class LossScale:
     growth_interval: int = 2000
 
 
-class Pieces:
-    """An optax transformation over any subset of a program's parameter pieces."""
-
-    def __init__(self, program: Program, tx: optax.GradientTransformation) -> None:
-        """Wrap a transformation.
-
-        Raises:
-            UserError: The transformation needs the whole parameter tree.
-        """
-        self.program, self.tx = program, tx
-        check_per_parameter(program, tx)
-
-    def tree(self, pieces: Sequence[Piece], arrays: Sequence[Any]) -> Any:
-        """The user's parameter tree with the given pieces in place and optax's placeholder elsewhere."""
-        leaves: list[Any] = [optax.MaskedNode()] * len(self.program.leaf_specs)
-        for piece, array in zip(pieces, arrays, strict=True):
-            leaves[piece.leaf] = array
-        return self.program.tree(leaves)
-
-    def init(self, pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
-        """Leaves of the optimizer state of some pieces."""
-        return jax.tree.leaves(self.tx.init(self.tree(pieces, arrays)))
-
-    def state_specs(self, pieces: Sequence[Piece]) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
-        """Paths (as in the state of the whole tree), shapes and structure of the optimizer state of some
-        pieces."""
-        specs = [self.program.piece_spec(p) for p in pieces]
-        state = jax.eval_shape(lambda a: self.tx.init(self.tree(pieces, a)), specs)
-        with_path, treedef = jax.tree_util.tree_flatten_with_path(state)
-        return [path_string(path) for path, _ in with_path], [spec for _, spec in with_path], treedef
-
-    def update(
-        self, pieces: Sequence[Piece], masters: list, state: list, gradients: list, treedef: Any
-    ) -> tuple:
-        """One optax step on some pieces. Returns new masters and new state leaves."""
-        params = self.tree(pieces, masters)
-        structured = jax.tree.unflatten(treedef, state)
-        updates, structured = self.tx.update(self.tree(pieces, gradients), structured, params)
-        return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(structured)
-
-    def whole_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Path and shape of every leaf of plain `tx.init(params)` over the trained leaves."""
-        leaves = [Piece(i) for i, f in enumerate(self.program.frozen) if not f]
-        arrays = [self.program.leaf_specs[p.leaf] for p in leaves]
-        state = jax.eval_shape(lambda a: self.tx.init(self.tree(leaves, a)), arrays)
-        return {path_string(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(state)[0]}
-
-    def piece_of(self, path: str, pieces: Sequence[Piece]) -> Piece | None:
-        """The piece that a state leaf belongs to, by its path; None for one that belongs to no parameter."""
-        return next((p for p in pieces if f"/{path}".endswith("/" + self.program.leaf_paths[p.leaf])), None)
-
-
 _NEEDS_TREE = (
     "This optax transformation needs the whole parameter tree: {what}. hetjax updates each parameter on the "
     "group that owns it. Give a global-norm clip as `hetjax.Trainer(..., clip_norm=1.0)` instead of "
@@ -104,79 +51,135 @@ _NEEDS_TREE = (
 )
 
 
-def _trace_update(program: Program, tx: optax.GradientTransformation, leaves: Sequence[int]) -> tuple:
-    """The jaxpr of an update of some whole leaves: (jaxpr, input name by variable, output by name)."""
+class Pieces:
+    """An optax transformation, traced once over all trained leaves and divided by parameter.
 
-    def tree(arrays: Sequence[Any]) -> Any:
-        placed: list[Any] = [optax.MaskedNode()] * len(program.leaf_specs)
-        for leaf, array in zip(leaves, arrays, strict=True):
-            placed[leaf] = array
-        return program.tree(placed)
+    A leaf that a scan over layers stacks is traced as one of its slices.
 
-    specs = [program.leaf_specs[i] for i in leaves]
-    state = jax.eval_shape(lambda a: tx.init(tree(a)), specs)
-    with_path, treedef = jax.tree_util.tree_flatten_with_path(state)
-    paths = [path_string(p) for p, _ in with_path]
-
-    def update(gradients: list, params: list, states: list) -> tuple[list, list]:
-        updates, new = tx.update(tree(gradients), jax.tree.unflatten(treedef, states), tree(params))
-        return jax.tree.leaves(updates), jax.tree.leaves(new)
-
-    closed = jaxprs.inline(jax.make_jaxpr(update)(specs, specs, [s for _, s in with_path]))
-    inner, consts = jaxprs.open_jaxpr(closed)
-    names = [("gradient", i) for i in leaves] + [("param", i) for i in leaves] + [("state", p) for p in paths]
-    inputs = dict(zip(inner.invars, names, strict=True))
-    inputs |= {
-        v: ("const", jaxprs.text_key(np.asarray(c).tolist()))
-        for v, c in zip(inner.constvars, consts, strict=True)
-    }
-    outputs = dict(zip([n for n in names if n[0] != "param"], inner.outvars, strict=True))
-    return inner, inputs, outputs
-
-
-def check_per_parameter(program: Program, tx: optax.GradientTransformation) -> None:
-    """Hold the update of each parameter by itself against its part in the update of all, equation by
-    equation.
-
-    Leaves of one shape and path (but for numbers) are represented by two. Slices of a stacked leaf are tried
-    out with numbers, too, since an equation (a mean over the leaf) may mean another thing there.
-
-    Raises:
-        UserError: They differ, or an update of a part of the tree fails.
+    Attributes:
+        program: The parameters.
+        state_paths: Path of each leaf of the optimizer state, as in plain `tx.init(params)`.
+        state_specs: Their shapes, for a slice where the parameter is stacked.
+        state_leaf: The parameter leaf that each belongs to, by its path; None for one that belongs to none.
     """
-    samples: dict[tuple, list[int]] = {}
-    stacked = {p.leaf: p.axis for p in program.pieces if p.axis is not None}
-    for leaf, spec in enumerate(program.leaf_specs):
-        if not program.frozen[leaf] and spec.size:
-            kind = re.sub(r"\d+", "#", program.leaf_paths[leaf])
-            samples.setdefault((spec.shape, stacked.get(leaf), kind), []).append(leaf)
-    chosen = sorted(leaf for leaves in samples.values() for leaf in leaves[:2])
-    try:
-        whole, whole_inputs, whole_outputs = _trace_update(program, tx, chosen)
-        for leaf in chosen:
-            alone, inputs, outputs = _trace_update(program, tx, [leaf])
-            names = list(outputs)
-            keys = [
-                _part_key(alone, inputs, [outputs[n] for n in names]),
-                _part_key(whole, whole_inputs, [whole_outputs[n] for n in names]),
-            ]
-            if keys[0] != keys[1]:
-                what = f"the update of {program.leaf_paths[leaf]!r} depends on others"
-                raise UserError(_NEEDS_TREE.format(what=what))
-            if leaf in stacked:
-                _try_slices(program, tx, leaf, stacked[leaf])
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's transformation raises on a part of its tree
-        what = f"updating a part of it fails ({type(error).__name__}: {error})"
-        raise UserError(_NEEDS_TREE.format(what=what)) from error
+
+    def __init__(self, program: Program, tx: optax.GradientTransformation) -> None:
+        """Trace a transformation.
+
+        Raises:
+            UserError: The transformation needs the whole parameter tree.
+        """
+        self.program, self.tx = program, tx
+        stacked = {p.leaf: p for p in program.pieces if p.axis is not None}
+        self.leaves = [i for i, frozen in enumerate(program.frozen) if not frozen]
+        specs = [program.piece_spec(stacked.get(i, Piece(i))) for i in self.leaves]
+        try:
+            state = jax.eval_shape(lambda a: tx.init(self._tree(a)), specs)
+            with_path, treedef = jax.tree_util.tree_flatten_with_path(state)
+            self.state_paths = [path_string(path) for path, _ in with_path]
+            self.state_specs = [spec for _, spec in with_path]
+            self._trace(specs, treedef)
+        except Exception as error:  # whatever a user's transformation raises
+            what = f"it fails on these parameters ({type(error).__name__}: {error})"
+            raise UserError(_NEEDS_TREE.format(what=what)) from error
+        by_path = {program.leaf_paths[i]: i for i in self.leaves}
+        self.state_leaf = [_owner(path, by_path) for path in self.state_paths]
+        kinds = [re.sub(r"\d+", "#", path) for path in program.leaf_paths]
+        samples = {(program.leaf_specs[i].shape, kinds[i]): i for i in stacked}
+        for leaf in samples.values():
+            if not program.frozen[leaf]:
+                _try_slices(program, tx, leaf, stacked[leaf].axis or 0)
+
+    def _tree(self, arrays: Sequence[Any]) -> Any:
+        """The user's parameter tree with the trained leaves in place and optax's placeholder elsewhere."""
+        placed: list[Any] = [optax.MaskedNode()] * len(self.program.leaf_specs)
+        for leaf, array in zip(self.leaves, arrays, strict=True):
+            placed[leaf] = array
+        return self.program.tree(placed)
+
+    def _trace(self, specs: list, treedef: Any) -> None:
+        def init(params: list) -> list:
+            return jax.tree.leaves(self.tx.init(self._tree(params)))
+
+        def update(params: list, states: list, gradients: list) -> tuple[list, list]:
+            tree = self._tree(params)
+            updates, new = self.tx.update(self._tree(gradients), jax.tree.unflatten(treedef, states), tree)
+            return jax.tree.leaves(optax.apply_updates(tree, updates)), jax.tree.leaves(new)
+
+        self._init = _Traced(jax.make_jaxpr(init)(specs))
+        self._update = _Traced(jax.make_jaxpr(update)(specs, self.state_specs, specs))
+
+    def state_of(self, pieces: Sequence[Piece]) -> list[int]:
+        """Numbers of the state leaves that belong to some pieces, or to no parameter."""
+        leaves = {p.leaf for p in pieces} | {None}
+        return [k for k, leaf in enumerate(self.state_leaf) if leaf in leaves]
+
+    def init_part(self, pieces: Sequence[Piece]) -> Part:
+        """The function from some pieces to their optimizer state."""
+        at = {leaf: n for n, leaf in enumerate(self.leaves)}
+        return self._init.part([at[p.leaf] for p in pieces], self.state_of(pieces), "its state")
+
+    def update_part(self, pieces: Sequence[Piece]) -> Part:
+        """The function from some pieces, their state and their gradients to the new pieces and state.
+
+        Raises:
+            UserError: It reads what belongs to other parameters.
+        """
+        at = {leaf: n for n, leaf in enumerate(self.leaves)}
+        own, states = [at[p.leaf] for p in pieces], self.state_of(pieces)
+        count, offset = len(self.leaves), len(self.leaves) + len(self.state_specs)
+        inputs = [*own, *(count + k for k in states), *(offset + n for n in own)]
+        name = self.program.piece_name(pieces[0])
+        return self._update.part(inputs, [*own, *(count + k for k in states)], f"the update of {name!r}")
+
+    def whole_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Path and shape of every leaf of plain `tx.init(params)` over the trained leaves."""
+        arrays = [self.program.leaf_specs[i] for i in self.leaves]
+        state = jax.eval_shape(lambda a: self.tx.init(self._tree(a)), arrays)
+        return {path_string(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
-def _part_key(jaxpr: Any, inputs: dict[Any, tuple], outputs: list[Any]) -> str:
-    """A key of how some outputs follow from the inputs, which are known by name."""
-    eqns, free = jaxprs.prune(jaxpr.eqns, outputs)
-    read = sorted(free, key=lambda v: str(inputs[v]))
-    return jaxprs.equations_key(eqns, read, outputs) + str([inputs[v] for v in read])
+class Part(NamedTuple):
+    """Some outputs of a traced function as a function of some of its inputs.
+
+    Attributes:
+        run: From a list of inputs to the list of outputs.
+        key: Parts with equal keys compute the same.
+    """
+
+    run: Callable[[Sequence[Any]], list[Any]]
+    key: str
+
+
+class _Traced:
+    """A jaxpr that parts are taken from."""
+
+    def __init__(self, closed: Any) -> None:
+        self._jaxpr, consts = jaxprs.open_jaxpr(jaxprs.inline(closed))
+        self._consts = dict(zip(self._jaxpr.constvars, consts, strict=True))
+        self._slice = jaxprs.Slicer(self._jaxpr.eqns)
+
+    def part(self, inputs: Sequence[int], outputs: Sequence[int], what: str) -> Part:
+        invars = [self._jaxpr.invars[i] for i in inputs]
+        outvars = [self._jaxpr.outvars[i] for i in outputs]
+        eqns, free = self._slice(outvars)
+        consts = {v: self._consts[v] for v in free if v in self._consts}
+        if not set(free) <= {*invars, *consts}:
+            raise UserError(_NEEDS_TREE.format(what=f"{what} depends on other parameters"))
+
+        def run(values: Sequence[Any]) -> list[Any]:
+            env = consts | dict(zip(invars, values, strict=True))
+            return [jnp.asarray(v) for v in jaxprs.evaluate(eqns, env, outvars)]
+
+        key = jaxprs.equations_key(eqns, [*invars, *consts], outvars)
+        return Part(run, jaxprs.text_key(key, [np.asarray(c).tobytes() for c in consts.values()]))
+
+
+def _owner(path: str, by_path: Mapping[str, int]) -> int | None:
+    """The leaf whose path a state leaf's path ends in, the longest one."""
+    parts = path.split("/")
+    found = (by_path.get("/".join(parts[i:])) for i in range(len(parts)))
+    return next((leaf for leaf in found if leaf is not None), None)
 
 
 def _try_slices(program: Program, tx: optax.GradientTransformation, leaf: int, axis: int) -> None:
@@ -221,41 +224,48 @@ class UpdateUnit:
             optimizer: The transformation.
             submesh: Where they live.
             names: Logical axis names of each piece's dims.
+
+        Raises:
+            UserError: Updating them needs other parameters.
         """
-        self.pieces, self.optimizer, self.submesh = list(pieces), optimizer, submesh
+        self.pieces, self.submesh = list(pieces), submesh
         self.specs = [optimizer.program.piece_spec(p) for p in pieces]
         self.shardings = [
             NamedSharding(submesh.mesh, stored_spec(s.shape, n, submesh))
             for s, n in zip(self.specs, names, strict=True)
         ]
-        self.state_paths, self.state_specs, self.state_treedef = optimizer.state_specs(self.pieces)
+        numbers = optimizer.state_of(pieces)
+        self.state_paths = [optimizer.state_paths[k] for k in numbers]
+        self.state_specs = [optimizer.state_specs[k] for k in numbers]
+        by_leaf: dict[int | None, Piece] = {p.leaf: p for p in pieces}
+        self.state_pieces = [by_leaf.get(optimizer.state_leaf[k]) for k in numbers]
         self.state_shardings = [
-            self._state_sharding(p, s) for p, s in zip(self.state_paths, self.state_specs, strict=True)
+            self._state_sharding(p, s) for p, s in zip(self.state_pieces, self.state_specs, strict=True)
         ]
+        self._init, self._update = optimizer.init_part(pieces), optimizer.update_part(pieces)
 
-    def _state_sharding(self, path: str, spec: jax.ShapeDtypeStruct) -> NamedSharding:
-        piece = self.optimizer.piece_of(path, self.pieces)
+    def _state_sharding(self, piece: Piece | None, spec: jax.ShapeDtypeStruct) -> NamedSharding:
         if piece is not None and self.specs[self.pieces.index(piece)].shape == spec.shape:
             return self.shardings[self.pieces.index(piece)]
         return self.submesh.replicated
 
     def init_state(self, masters: list) -> list:
         """Optimizer state of fresh masters; units of one class share the compiled function."""
-
-        def init(arrays: list) -> list:
-            return self.optimizer.init(self.pieces, arrays)
-
         shardings = (*self.shardings, *self.state_shardings)
-        key = ("state", jaxprs.canonical_key(jax.make_jaxpr(init)(self.specs)), shardings)
-        return compiled.get(key, lambda: jax.jit(init, out_shardings=self.state_shardings))(masters)
+        run, out_shardings = self._init.run, self.state_shardings
+        function = compiled.get(
+            ("state", self._init.key, shardings), lambda: jax.jit(run, out_shardings=out_shardings)
+        )
+        return function(masters)
 
     def class_key(self) -> tuple:
         """Units with equal keys share their compiled update."""
-        jaxpr = jax.make_jaxpr(self._step)(self.specs, self.state_specs, self.specs)
-        return (jaxprs.canonical_key(jaxpr), self.submesh.mesh, *(s.spec for s in self.shardings))
+        return (self._update.key, self.submesh.mesh, *(s.spec for s in self.shardings))
 
-    def _step(self, masters: list, state: list, gradients: list) -> tuple[list, list]:
-        return self.optimizer.update(self.pieces, masters, state, gradients, self.state_treedef)
+    def step(self, masters: list, state: list, gradients: list) -> tuple[list, list]:
+        """One optax step. Returns new masters and new state leaves."""
+        out = self._update.run([*masters, *state, *gradients])
+        return out[: len(masters)], out[len(masters) :]
 
 
 class UpdateFunctions:
@@ -295,14 +305,14 @@ class UpdateFunctions:
         self, masters: list, state: list, own: list, foreign: list, weights: list
     ) -> tuple[list, list, Any]:
         gradients, squares = self._reduce(own, foreign, weights, [])
-        return *self.unit._step(masters, state, self._cast(gradients)), squares
+        return *self.unit.step(masters, state, self._cast(gradients)), squares
 
     def _apply(self, masters: list, state: list, gradients: list, squares: list) -> tuple[list, list]:
         total = sum(squares[1:], squares[0])
         if self.clip_norm is not None:
             norm = jnp.sqrt(total)
             gradients = [jnp.where(norm < self.clip_norm, g, g / norm * self.clip_norm) for g in gradients]
-        new = self.unit._step(masters, state, self._cast(gradients))
+        new = self.unit.step(masters, state, self._cast(gradients))
         if not self.scaled:
             return new
         finite = jnp.isfinite(total)

@@ -4,7 +4,8 @@ each parameter."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -319,27 +320,39 @@ class Placement:
         owned: dict[tuple[int, int], list[Piece]] = {}
         for piece in self.program.pieces:
             owned.setdefault((self.owner_place[piece].index, piece.leaf), []).append(piece)
+        slicer = jaxprs.Slicer(jaxprs.open_jaxpr(self.program.init_jaxpr)[0].eqns)
+        keys = {p.index: jax.device_put(jax.random.key(seed), p.submesh.replicated) for p in self.places}
         masters: dict[Piece, jax.Array] = {}
         for (place, _), pieces in owned.items():
-            masters |= zip(pieces, self._init_leaf(pieces, self.places[place], seed), strict=True)
+            made = self._init_leaf(pieces, self.places[place], keys[place], slicer)
+            masters |= zip(pieces, made, strict=True)
         return masters
 
-    def _init_leaf(self, pieces: Sequence[Piece], place: Place, seed: int) -> list[jax.Array]:
+    def _init_leaf(
+        self, pieces: Sequence[Piece], place: Place, key: jax.Array, slicer: jaxprs.Slicer
+    ) -> list[jax.Array]:
         """Make one leaf, or some slices of it; leaves that are made alike share the compiled function."""
         inner, consts = jaxprs.open_jaxpr(self.program.init_jaxpr)
         outvar, axis = inner.outvars[pieces[0].leaf], pieces[0].axis
-        eqns, literals = lift_literals(jaxprs.prune(inner.eqns, [outvar])[0])
+        eqns, literals = lift_literals(slicer([outvar])[0])
         invars = [*inner.invars, *inner.constvars, *(v for v, _ in literals)]
-        shardings = tuple(self.stored_sharding(p) for p in pieces)
-        key = ("init", jaxprs.equations_key(eqns, invars, [outvar]), axis, shardings)
+        whole = self.stored_sharding(pieces[0]) if axis is None else place.submesh.replicated
 
-        def init(given: list, indices: list) -> list[Any]:
-            made = jnp.asarray(jaxprs.evaluate(eqns, dict(zip(invars, given, strict=True)), [outvar])[0])
-            if axis is None:
-                return [made]
-            return [jax.lax.dynamic_index_in_dim(made, i, axis, keepdims=False) for i in indices]
+        def init(given: list) -> jax.Array:
+            return jnp.asarray(jaxprs.evaluate(eqns, dict(zip(invars, given, strict=True)), [outvar])[0])
 
-        function = compiled.get(key, lambda: jax.jit(init, out_shardings=list(shardings)))
-        given = [jax.random.key(seed), *consts, *(np.asarray(d.index, d.dtype) for _, d in literals)]
-        given = [jax.device_put(g, place.submesh.replicated) for g in given]
-        return function(given, [np.int32(p.position) for p in pieces])
+        same = ("init", jaxprs.equations_key(eqns, invars, [outvar]), whole)
+        function = compiled.get(same, lambda: jax.jit(init, out_shardings=whole))
+        made = function([key, *consts, *(np.asarray(d.index, d.dtype) for _, d in literals)])
+        if axis is None:
+            return [made]
+        # Sliced by another function: within one, XLA may round otherwise than in the whole init.
+        return [_slice_of(axis, self.stored_sharding(p))(made, np.int32(p.position)) for p in pieces]
+
+
+@functools.lru_cache(maxsize=256)
+def _slice_of(axis: int, sharding: NamedSharding) -> Callable[[jax.Array, np.int32], jax.Array]:
+    def take(x: jax.Array, index: Any) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+    return jax.jit(take, out_shardings=sharding)

@@ -122,6 +122,7 @@ class Step:
         self.results: dict[str, list[tuple[Place, jax.Array]]] = collections.defaultdict(list)
         self._values: dict[Key, dict[int, Any]] = collections.defaultdict(dict)
         self._saved: dict[Key, Saved] = {}
+        self._resolved: dict[UnitRun, list[Any]] = {}
         self._forward_mail, self._backward_mail = Mailbox(), Mailbox()
         rows = placement.plan.microbatch_rows
         self.num_microbatches = next(len(b) for b in batch if b.ndim) // rows if batch else 0
@@ -143,6 +144,7 @@ class Step:
                 done = ops[task.op](task)
                 if self.on_dispatch:
                     self.on_dispatch(task, done)
+                del done  # it may be a cotangent, which is to live no longer than needed
 
         if len(clients) == 1:
             run(tasks)
@@ -170,31 +172,30 @@ class Step:
     # -- forward
     # ------------------------------------------------------------------------------------------------
 
-    def _batch_leaf(self, run: MemberRun, index: int, microbatch: int) -> jax.Array:
-        leaf = self.batch[index]
-        if leaf.ndim:
-            first = microbatch * self.placement.plan.microbatch_rows
-            leaf = leaf[first + run.rows[0] : first + run.rows[1]]
-        return place_batch(leaf, run.place.submesh)
-
-    def _data(self, run: MemberRun, unit_run: UnitRun, microbatch: int, cache: dict[Any, Any]) -> list[Any]:
-        out = []
-        for source in unit_run.data:
-            if not isinstance(source, Data):
-                out.append(source)
-                continue
-            if source not in cache:
-                if source.kind == "batch":
-                    cache[source] = self._batch_leaf(run, source.index, microbatch)
-                else:
-                    cache[source] = microbatch_key(self.key, microbatch, run.place.submesh.replicated)
-            out.append(cache[source])
+    def _microbatch_data(self, run: MemberRun, microbatch: int) -> dict[Data, jax.Array]:
+        """A member's rows of the batch leaves that it reads, and the key, in one transfer."""
+        wanted = dict.fromkeys(d for u in run.units for d in u.data if isinstance(d, Data))
+        first = microbatch * self.placement.plan.microbatch_rows
+        sources = [d for d in wanted if d.kind == "batch"]
+        leaves = [self.batch[d.index] for d in sources]
+        own = [leaf[first + run.rows[0] : first + run.rows[1]] if leaf.ndim else leaf for leaf in leaves]
+        out = dict(zip(sources, place_batch(own, run.place.submesh), strict=True))
+        for source in wanted:
+            if source.kind == "rng":
+                out[source] = microbatch_key(self.key, microbatch, run.place.submesh.replicated)
         return out
+
+    def _params_of(self, run: MemberRun, unit_run: UnitRun) -> list[Any]:
+        """The parameters of a unit; put together once a step."""
+        if unit_run not in self._resolved:
+            here = self.params[run.place.index]
+            self._resolved[unit_run] = [arrived(here[p]) for p in unit_run.unit.params]
+        return self._resolved[unit_run]
 
     def _forward(self, task: Task) -> Any:
         key = (task.stage, task.member, task.microbatch)
-        run, values, cache = self.runs[key[:2]], self._values[key], {}
-        params = self.params[run.place.index]
+        run, values = self.runs[key[:2]], self._values[key]
+        cache = self._microbatch_data(run, task.microbatch)
         saved = Saved([], [], [])
         done: Any = None
         for unit_run in run.units:
@@ -203,8 +204,8 @@ class Step:
                 if value not in values:
                     values[value] = self._forward_mail.take(key, value, 1)[0]
             inputs = [values[v] for v in unit.inputs]
-            data = self._data(run, unit_run, task.microbatch, cache)
-            given = ([arrived(params[p]) for p in unit.params], inputs, data, run.offset)
+            data = [cache[d] if isinstance(d, Data) else d for d in unit_run.data]
+            given = (self._params_of(run, unit_run), inputs, data, run.offset)
             if self.training:
                 outputs, results, kept = functions.forward(*given)
                 saved.inputs.append(inputs)
@@ -258,7 +259,6 @@ class Step:
     def _backward(self, task: Task) -> Any:
         key = (task.stage, task.member, task.microbatch)
         run, saved = self.runs[key[:2]], self._saved.pop(key)
-        params = self.params[run.place.index]
         cotangents: dict[int, Any] = {}
         done: Any = None
         for i in range(len(run.units) - 1, -1, -1):
@@ -267,15 +267,9 @@ class Step:
             moving = [unit.outputs[o] for o in functions.function.moving_outputs]
             pulled_in = [self._cotangent(run, key, v, cotangents) for v in moving]
             seed = [self._seed(run.place)] if functions.function.makes_loss else []
-            given = (
-                [arrived(params[p]) for p in unit.params],
-                saved.inputs.pop(),
-                saved.data.pop(),
-                run.offset,
-            )
-            gradients, pulled, token = self._pull(
-                unit_run, run.place, (*given, saved.kept.pop(), pulled_in, seed)
-            )
+            given = (saved.inputs.pop(), saved.data.pop(), run.offset, saved.kept.pop(), pulled_in, seed)
+            given = (self._params_of(run, unit_run), *given)
+            gradients, pulled, token = self._pull(unit_run, run.place, given)
             self.sums.update(
                 ((run.place.index, p), g) for p, g in zip(unit_run.moving_params, gradients, strict=True)
             )

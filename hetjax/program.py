@@ -145,7 +145,7 @@ class Program:
         self.batch_leaves, self.batch_treedef = jax.tree.flatten(self.batch_spec)
         self.global_batch = self._leading_rows()
         self.key_spec = jax.eval_shape(lambda: jax.random.key(0))
-        self.params_spec = jax.eval_shape(init_fn, self.key_spec)
+        self._init_closed, self.params_spec = jax.make_jaxpr(init_fn, return_shape=True)(self.key_spec)
         with_path, self.params_treedef = jax.tree_util.tree_flatten_with_path(self.params_spec)
         self.leaf_specs = [leaf for _, leaf in with_path]
         self.leaf_paths = [path_string(path) for path, _ in with_path]
@@ -408,7 +408,7 @@ class Program:
     @functools.cached_property
     def init_jaxpr(self) -> Any:
         """The flattened jaxpr of `init_fn`: a key in, every parameter leaf out."""
-        return jaxprs.inline(jax.make_jaxpr(lambda k: jax.tree.leaves(self.init_fn(k)))(self.key_spec))
+        return jaxprs.inline(self._init_closed)
 
     # -- what the planner reads
     # ---------------------------------------------------------------------------------

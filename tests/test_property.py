@@ -63,7 +63,8 @@ def frozen_mask(name: str) -> list[bool]:
 
 @functools.cache
 def reference(name: str, num_microbatches: int) -> tuple[Any, list, list]:
-    """(initial parameters, (loss, gradients) of the first step, parameters after STEPS steps of plain optax)."""
+    """(initial parameters, (loss, gradients) of the first step, parameters after STEPS steps of plain
+    optax)."""
     case = specimen(name)
     params = jax.jit(case.init_fn)(jax.random.key(0))
     leaves, treedef = jax.tree.flatten(params)
@@ -74,7 +75,7 @@ def reference(name: str, num_microbatches: int) -> tuple[Any, list, list]:
     for step in range(STEPS):
         loss = reference_loss(name, num_microbatches, step)
         value, grads = jax.jit(
-            jax.value_and_grad(lambda l: loss(jax.tree.unflatten(treedef, l), case.batch))
+            jax.value_and_grad(lambda l, loss=loss: loss(jax.tree.unflatten(treedef, l), case.batch))
         )(leaves)
         first = first or (float(value), [np.asarray(g) for g in grads])
         updates, state = TX.update([grads[i] for i in trained], state, [leaves[i] for i in trained])
@@ -201,3 +202,30 @@ def test_any_plan_gives_the_loss_gradients_and_steps_of_one_device(name: str, da
 @hypothesis.given(data=st.data())
 def test_any_plan_with_bfloat16_groups_gives_the_gradients_of_one_device(name: str, data: Any) -> None:
     check_plan(name, draw_plan(data.draw, name, low="bfloat16"), 2e-2, steps=False)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_two_unlike_groups_give_the_loss_gradients_and_steps_of_one_device(name: str) -> None:
+    """One plan for each specimen, for quick runs and other versions of JAX."""
+    case, program = specimen(name), program_of(name)
+    count, rows = program.num_segments, zoo.ROWS // 2
+    groups = {"one": {"kind": "cpu", "num_devices": 1}, "two": {"kind": "cpu", "num_devices": 2}}
+    cluster = Cluster.from_dict(
+        {"name": "pair", "groups": groups, "default_link": {"bandwidth_gb_per_s": 1.0, "latency_us": 1.0}}
+    )
+    stages = []
+    for number, start in enumerate(range(0, count, 2)):
+        stop = min(start + 2, count)
+        wide = number % 2 == 1 and not case.equal_shards
+        member = Member(
+            "two" if number % 2 else "one",
+            (0, 1) if wide else (0,),
+            {"fsdp": 2} if wide else {},
+            (0, rows),
+            ("dots",) * (stop - start),
+        )
+        stages.append(Stage((start, stop), (member,)))
+    check_plan(
+        name, Plan(cluster, program.fingerprint, count, zoo.ROWS, 2, "1f1b", tuple(stages)), 1e-5, steps=True
+    )

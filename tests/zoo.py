@@ -78,7 +78,8 @@ def _token_loss(logits: jax.Array, batch: dict) -> hetjax.Mean:
 
 
 def mlp() -> Specimen:
-    """Residual blocks on features; a plain scalar loss, the mean over equal rows; a frozen scale; a metric."""
+    """Residual blocks on features; a plain scalar loss, the mean over equal rows; a frozen scale; a
+    metric."""
 
     def init(key: jax.Array) -> dict:
         keys = jax.random.split(key, 4)
@@ -93,13 +94,9 @@ def mlp() -> Specimen:
             w = params[f"w{i}"]
             x = hetjax.cut(x + jax.nn.gelu(_dense(x, w["kernel"]) + w["bias"][None]) * params["scale"][None])
         error = jnp.square(x.astype(jnp.float32) - batch["y"])
-        return error.mean(), {"largest": hetjax.Mean(jnp.abs(error).sum(), ROWS_OF(batch))}
+        return error.mean(), {"largest": hetjax.Mean(jnp.abs(error).sum(), float(batch["x"].shape[0]))}
 
     return Specimen(loss, init, _features(), trace_options={"frozen": lambda path: path == "scale"})
-
-
-def ROWS_OF(batch: dict) -> float:  # noqa: N802
-    return float(batch["x"].shape[0])
 
 
 def tied() -> Specimen:
