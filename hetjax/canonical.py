@@ -1,5 +1,4 @@
-"""Train state in a layout that no plan shows through: whole parameters and plain optax state, by path, on the
-host."""
+"""Train state on the host, as no plan shows through: whole parameters and plain optax state, by path."""
 
 from __future__ import annotations
 

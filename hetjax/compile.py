@@ -1,10 +1,8 @@
 """Units on submeshes as compiled functions: forward, backward, evaluation.
 
 The rows are divided over the batch axes by hand (`jax.shard_map`), so that gradients stay unreduced from
-microbatch to
-microbatch; the tensor axis is left to XLA. What does not follow the rows (partial sums, residuals, gradient
-accumulators)
-carries a leading dim of one entry a shard.
+microbatch to microbatch; the tensor axis is left to XLA. What does not follow the rows (partial sums,
+residuals, gradient accumulators) carries a leading dim of one entry a shard.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ compiled = Shared(2048)
 
 
 def row_dim(follows: Any) -> RowDim | None:
-    """The row dim of a value that can be divided over it; None where it leads with one entry a shard
-    instead."""
+    """The row dim of a value that can be divided over it; None where it leads with one entry a shard."""
     return follows if isinstance(follows, RowDim) and follows.outer == 1 else None
 
 
@@ -95,8 +92,7 @@ class UnitExecutables:
     """The compiled functions of one unit class on one submesh.
 
     All take `(params, inputs, data, offset, ...)`: parameters in compute layout, boundary values, batch
-    leaves and keys, and the
-    index of each shard's first row, int32 `[num_shards]`.
+    leaves and keys, and the index of each shard's first row, int32 `[num_shards]`.
     """
 
     def __init__(self, flat: Flat, unit: Unit, trainable: Sequence[bool], setting: UnitSetting) -> None:
@@ -230,6 +226,5 @@ def offsets(submesh: Submesh, start: int, rows: int) -> jax.Array:
 
 
 def place_batch(arrays: Sequence[np.ndarray], submesh: Submesh) -> list[jax.Array]:
-    """Put a member's rows of batch leaves on its submesh, divided over the shards; scalars go to every
-    device."""
+    """Put a member's rows of batch leaves on its submesh, divided over the shards; scalars everywhere."""
     return jax.device_put(arrays, [submesh.stacked if a.ndim else submesh.replicated for a in arrays])

@@ -1,8 +1,7 @@
 """One trace of a loss at one row count and compute dtype, cut into segments.
 
 A `Flat` is what `program.Program` keeps for every (rows, dtype, training or evaluation) that a plan needs;
-cuts, edges and
-parameters agree between them.
+cuts, edges and parameters agree between them.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Data:
 
     Attributes:
         kind: `batch` (a leaf of the batch), `rng` (the microbatch's key), `const` (a captured array),
-            `literal` (an integer
-            folded into a key).
+            `literal` (an integer folded into a key).
         index: Which batch leaf or constant; the value itself for a literal.
         dtype: Of a literal.
     """
@@ -130,8 +128,7 @@ def _resolve_marks(eqns: Sequence[Any], outvars: Sequence[Any]) -> tuple[list[An
 def _stacked_root(
     var: Any, defined: Mapping[Any, Any], params: Mapping[Any, int]
 ) -> tuple[Any, int, list] | None:
-    """(parameter variable, stacked axis, casts to repeat on a slice in order) of what a slice is taken
-    from."""
+    """(parameter variable, stacked axis, casts to repeat in order) of what a slice is taken from."""
     axis, casts = 0, []
     while var not in params:
         eqn = defined.get(var)
@@ -182,8 +179,7 @@ def expose_pieces(
     """Turn `slice i of a stacked parameter` (what an unrolled scan reads) into a parameter of its own.
 
     A cast or a transposition between the parameter and the slice is moved behind the slice. A leaf that is
-    also read whole
-    stays whole.
+    also read whole stays whole.
 
     Args:
         eqns: Equations in order.
@@ -288,8 +284,7 @@ class Flat:
         self._assign(cuts)
 
     def _assign(self, cuts: Sequence[int]) -> None:
-        """Give each equation that depends on parameters and on the batch its segment; the others (-1) are
-        repeated."""
+        """Give each equation that depends on parameters and the batch its segment; others (-1) repeat."""
         by_param = {v for v, r in self._roles.items() if isinstance(r, Piece)}
         by_data = {v for v, r in self._roles.items() if isinstance(r, Data) and r.kind != "const"}
         self.segment_of: list[int] = []
@@ -408,8 +403,9 @@ class Flat:
 def lift_literals(
     eqns: Sequence[Any], by_param: Container[Any] = ()
 ) -> tuple[list[Any], list[tuple[Any, Data]]]:
-    """Make the integers that layers differ in inputs, so that such layers are of one class: those folded into
-    keys, and which entry of a stack (of keys, of rates) a layer takes.
+    """Make the integers that layers differ in inputs, so that such layers are of one class.
+
+    Those folded into keys, and which entry of a stack (of keys, of rates) a layer takes.
 
     Args:
         eqns: Equations in order.

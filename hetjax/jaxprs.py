@@ -1,5 +1,4 @@
-"""Tools on jaxprs: inlining down to the marks, evaluation with rules, pruning, canonical keys and FLOP
-counts.
+"""Tools on jaxprs: inlining down to the marks, evaluation with rules, pruning, canonical keys, FLOP counts.
 
 Only public names of JAX are used. Version differences (jax 0.10 to 0.12) are kept in this file.
 """
@@ -117,8 +116,7 @@ def call(jaxpr: Any, args: Sequence[Any], rules: Mapping[str, Rule] | None = Non
 
 
 def scan_layout(eqn: Any) -> tuple[int, int, int]:
-    """Return (number of constants, of carried values, of scanned inputs) of a `scan` equation, from its
-    shapes."""
+    """How many constants, carried values and scanned inputs a `scan` equation has, told by its shapes."""
     inner, _ = open_jaxpr(eqn.params["jaxpr"])
     num_carry = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, inner.outvars, strict=True))
     num_xs = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, inner.invars, strict=True))
@@ -146,8 +144,7 @@ _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def _fold(eqn: Any, args: Sequence[Any]) -> np.ndarray | None:
-    """The result of arithmetic on two integers that are known (counters of layers, by which equal layers
-    would differ)."""
+    """The result of arithmetic on two known integers: counters, by which equal layers would differ."""
     function = _FOLDED.get(eqn.primitive.name)
     known = all(isinstance(a, np.ndarray | np.generic | int) and np.ndim(a) == 0 for a in args)
     if function is None or not known or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
@@ -279,8 +276,7 @@ def rename(eqn: Any, names: Mapping[Any, Any]) -> Any:
     return eqn.replace(invars=invars, outvars=[names.get(v, v) for v in eqn.outvars])
 
 
-# --- canonical keys
-# ------------------------------------------------------------------------------------------------
+# ---- canonical keys ----
 
 
 _RULES = ("fwd", "bwd", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")
@@ -333,8 +329,10 @@ def _param_key(value: Any, rules: bool) -> str:
 
 
 def _function_key(function: Any, rules: bool) -> str:
-    """What a function among an equation's parameters (a callback, a remat policy) does: its code and what it
-    holds, or itself."""
+    """What a function among an equation's parameters does: its code and what it holds, or itself.
+
+    Such are callbacks and remat policies.
+    """
     if isinstance(function, functools.partial):
         held: Sequence[Any] = (function.func, function.args, tuple(sorted(function.keywords.items())))
     elif dataclasses.is_dataclass(function):
@@ -352,8 +350,7 @@ def _function_key(function: Any, rules: bool) -> str:
 def equations_key(
     eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Atom], rules: bool = True
 ) -> str:
-    """A key that two equation lists share exactly when they compute the same function of their inputs, by
-    structure.
+    """A key that two equation lists share exactly when they have the same structure.
 
     Args:
         eqns: Equations in order.
@@ -400,8 +397,7 @@ def text_key(*parts: Any) -> str:
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-# --- FLOPs
-# ---------------------------------------------------------------------------------------------------------
+# ---- FLOPs ----
 
 
 def _dot_flops(eqn: Any) -> float:
@@ -444,8 +440,7 @@ _MOVES = {
 
 
 def count_flops(eqns: Iterable[Any]) -> float:
-    """FLOPs of equations: products and convolutions exactly, a scan's body times its length, one an element
-    else."""
+    """FLOPs: products and convolutions exactly, a scan's body times its length, else one an element."""
     total = 0.0
     for eqn in eqns:
         name = eqn.primitive.name

@@ -1,5 +1,4 @@
-"""A plan on real devices: submeshes, which unit runs where with which executables, who owns and who reads
-each parameter."""
+"""A plan on real devices: submeshes, units with their executables, who owns and who reads each parameter."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class Placement:
         self._check_layouts()
         self._own()
 
-    # -- places
-    # -------------------------------------------------------------------------------------------------
+    # ---- places ----
 
     def _place(self, member: Member) -> Place:
         key = (member.group, tuple(member.devices), *(member.axis(a) for a in ("dp", "fsdp", "tp")))
@@ -159,7 +157,7 @@ class Placement:
                 "its own. Draw them outside (dropout outside lax.scan), or trace with rows='whole'."
             )
 
-    # -- runs -------------------------------------------------------------------------------------------
+    # ---- runs ----
 
     def _runs(self, training: bool) -> dict[tuple[int, int], MemberRun]:
         return {
@@ -233,8 +231,7 @@ class Placement:
         return self._constant(place, ("one",))
 
     def _check_layouts(self) -> None:
-        """A value without a row dim belongs to the rows that it was computed from: its readers need the same
-        shards."""
+        """Refuse unlike shards where a value without a row dim crosses: it belongs to the rows it is of."""
         for number, value in enumerate(self.program.main.values):
             if row_dim(value.follows) is not None:
                 continue
@@ -255,8 +252,7 @@ class Placement:
     def _shards_of(self, stage: int) -> list[tuple[int, int]]:
         return [r for (s, _), run in self.training.items() if s == stage for r in run.shards]
 
-    # -- parameters
-    # ---------------------------------------------------------------------------------------------
+    # ---- parameters ----
 
     def _own(self) -> None:
         """Decide where each piece's master lives and which places read it."""
@@ -308,14 +304,13 @@ class Placement:
             for pieces in groups.values()
         ]
 
-    # -- initialisation
-    # -----------------------------------------------------------------------------------------
+    # ---- initialisation ----
 
     def init_masters(self, seed: int) -> dict[Piece, jax.Array]:
-        """Initialise every piece on its owner, without ever making another group's; equal to jit of the whole
-        init.
+        """Initialise every piece on its owner, without ever making another group's.
 
-        A leaf whose slices several places own is made whole for a moment on each of them.
+        Equal to jit of the whole init. A leaf whose slices several places own is made whole for a moment on
+        each of them.
         """
         owned: dict[tuple[int, int], list[Piece]] = {}
         for piece in self.program.pieces:

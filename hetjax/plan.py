@@ -241,8 +241,7 @@ class Plan:
         """Boundary values that have arrived and wait for their task.
 
         Inputs: as many as the producer may run ahead, and one on its way. Cotangents: two, since a backward
-            that can
-        run soon does; under `gpipe` all.
+        that can run soon does; under `gpipe` all.
         """
         total = 0.0
         for (producer, consumer), size in edges.items():

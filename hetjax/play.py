@@ -1,9 +1,8 @@
 """Plays one step's task lists on a placement: dispatches units, moves what crosses, sums gradients.
 
 A single thread dispatches everything that one JAX client runs, in the schedule's global order, and waits for
-nothing. With
-several clients in a process (CPU and GPU) each has a thread, since transfers between clients wait for their
-producer.
+nothing. With several clients in a process (CPU and GPU) each has a thread, since transfers between clients
+wait for their producer.
 """
 
 from __future__ import annotations
@@ -128,8 +127,7 @@ class Step:
         self.num_microbatches = next(len(b) for b in batch if b.ndim) // rows if batch else 0
         self._lock = threading.Lock()
 
-    # -- order
-    # --------------------------------------------------------------------------------------------------
+    # ---- order ----
 
     def play(self) -> None:
         """Dispatch every task in order."""
@@ -169,8 +167,7 @@ class Step:
         if errors:
             raise errors[0]
 
-    # -- forward
-    # ------------------------------------------------------------------------------------------------
+    # ---- forward ----
 
     def _microbatch_data(self, run: MemberRun, microbatch: int) -> dict[Data, jax.Array]:
         """A member's rows of the batch leaves that it reads, and the key, in one transfer."""
@@ -253,8 +250,7 @@ class Step:
         if parts is not None:
             mail.post(to, value, self.carrier.move(parts, reader.layout(value), reader.dtype(value)))
 
-    # -- backward
-    # -----------------------------------------------------------------------------------------------
+    # ---- backward ----
 
     def _backward(self, task: Task) -> Any:
         key = (task.stage, task.member, task.microbatch)
@@ -328,8 +324,7 @@ def microbatch_key(key: tuple[int, int] | None, microbatch: int, sharding: Any) 
 
 
 class Watcher:
-    """Learns when tasks end, by waiting for their results on threads of its own; dispatch goes on
-    meanwhile."""
+    """Learns when tasks end, by waiting for their results on threads of its own while dispatch goes on."""
 
     def __init__(self, placement: Placement, schedule: Schedule) -> None:
         """Start the clock.

@@ -49,8 +49,7 @@ class SegmentInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A dependency between two segments: `bytes_per_row` go from `producer` to `consumer` in the forward
-    pass."""
+    """A dependency: `bytes_per_row` go from segment `producer` to segment `consumer` in the forward."""
 
     producer: int
     consumer: int
@@ -126,8 +125,7 @@ def _scalar(value: Any, name: str) -> jax.Array:
 
 
 class Program:
-    """A traced loss: segments, classes, edges and parameters. Made by `trace`; holds no array on any
-    device."""
+    """A traced loss: segments, classes, edges and parameters. Made by `trace`; holds no array of a device."""
 
     def __init__(
         self,
@@ -213,8 +211,7 @@ class Program:
         params = inner.invars[: len(self.leaf_specs)]
         modelstate.check(self.leaf_paths, self._kinds, {i for i, v in enumerate(params) if v in read})
 
-    # -- tracing
-    # ------------------------------------------------------------------------------------------------
+    # ---- tracing ----
 
     def _leading_rows(self) -> int:
         sizes = {leaf.shape[0] for leaf in self.batch_leaves if leaf.shape}
@@ -355,8 +352,7 @@ class Program:
                 "The loss depends on no parameter that is trained: nothing would change. Check `frozen`."
             )
 
-    # -- parameters
-    # ---------------------------------------------------------------------------------------------
+    # ---- parameters ----
 
     def _place_params(self) -> None:
         """List the pieces, and for each the segments that read it; the first reader owns it."""
@@ -410,8 +406,7 @@ class Program:
         """The flattened jaxpr of `init_fn`: a key in, every parameter leaf out."""
         return jaxprs.inline(self._init_closed)
 
-    # -- what the planner reads
-    # ---------------------------------------------------------------------------------
+    # ---- what the planner reads ----
 
     @property
     def num_segments(self) -> int:
@@ -500,8 +495,7 @@ class Program:
             )
         return "\n".join(lines)
 
-    # -- trees
-    # --------------------------------------------------------------------------------------------------
+    # ---- trees ----
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """Put leaves (arrays, or anything) into the user's parameter structure."""
@@ -556,15 +550,12 @@ def trace(
 
     Args:
         loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; pure. Returns a `hetjax.Mean`, or
-            a scalar that is
-            the mean over equal rows, or a pair of that and a dict of metrics of the same two forms. `rng` is
-            a key folded
-            from seed, step and microbatch; in evaluation it is None.
+            a scalar that is the mean over equal rows, or a pair of that and a dict of metrics of the same two
+            forms. `rng` is a key folded from seed, step and microbatch; in evaluation it is None.
         init_fn: `init_fn(key) -> params`, any pytree of arrays (linen variables, an nnx.State, dicts).
         batch_spec: Pytree of `jax.ShapeDtypeStruct`; every leaf leads with the rows of the global batch.
         rows: `"auto"` refuses a loss that mixes the rows of a batch; `"whole"` says that it does and must not
-            be split;
-            `"split"` says that the value of each part is what is meant.
+            be split; `"split"` says that the value of each part is what is meant.
         frozen: Says of a parameter's path (`"blocks/0/kernel"`) whether it is kept as it is: no gradient, no
             optimizer state.
         eval_loss_fn: Another loss for evaluation, over the same parameters.

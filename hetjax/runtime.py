@@ -157,12 +157,10 @@ class Trainer:
         self._two_phases = clip_norm is not None or scaled
         self._home = self.placement.places[-1]
 
-    # -- state
-    # --------------------------------------------------------------------------------------------------
+    # ---- state ----
 
     def init(self, seed: int = 0) -> TrainState:
-        """Fresh parameters and optimizer state, each on its owner; the parameters equal a single-device
-        init."""
+        """Fresh parameters, equal to a single-device init, and optimizer state, each on its owner."""
         masters = self.placement.init_masters(seed)
         optimizer = [u.init_state([masters[p] for p in u.pieces]) for u in self._units]
         return TrainState(masters, optimizer, 0, seed, self._fresh_scale())
@@ -182,8 +180,7 @@ class Trainer:
 
         Returns:
             `params` and `opt_state`: arrays by path, as in the user's tree and in plain `tx.init(params)`;
-            `step`, `seed`; and
-            `loss_scale`, a pair of numbers or None.
+            `step`, `seed`; and `loss_scale`, a pair of numbers or None.
         """
         return {
             "params": canonical.export_params(self.program, state.masters),
@@ -213,8 +210,7 @@ class Trainer:
             scale = tuple(jax.device_put(v, self._home.submesh.replicated) for v in values)
         return TrainState(masters, optimizer, int(saved["step"]), int(saved["seed"]), scale)
 
-    # -- stepping
-    # -----------------------------------------------------------------------------------------------
+    # ---- stepping ----
 
     def _host_batch(self, batch: Any, *, exact: bool) -> list[np.ndarray]:
         leaves, treedef = jax.tree.flatten(batch)
@@ -271,8 +267,7 @@ class Trainer:
         training: bool,
         watcher: Watcher | None = None,
     ) -> tuple[Step, dict[str, list[tuple[Any, Any]]], list[tuple[Place, jax.Array]]]:
-        """Forward (and backward). Returns the step, (total, weight) by metric, and the loss's weights by
-        place."""
+        """Forward (and backward). Returns the step, (total, weight) by metric, loss weights by place."""
         places = self.placement.places
         scale = self._everywhere(state.scale[0], self._home, places) if state.scale and training else None
         step = Step(
@@ -414,8 +409,7 @@ class Trainer:
         return Metrics(sums, [], None)
 
     def loss_and_grads(self, state: TrainState, batch: Any) -> tuple[float, Any]:
-        """The loss and the gradients of the mean loss, as host arrays in the parameters' structure; zeros
-        where frozen."""
+        """The loss and its gradients as host arrays in the parameters' structure, zeros where frozen."""
         step, sums, weights = self._pass(state, self._host_batch(batch, exact=True), training=True)
         pieces: dict[Piece, np.ndarray] = {}
         for unit, functions, given in self._update_inputs(state, step, weights):

@@ -1,8 +1,8 @@
 """A unit (neighbouring segments) as a forward and a backward function; tracing only, no devices.
 
 The forward function returns what the backward needs beside its own inputs. A weight, or anything computed
-from weights
-alone (a cast of one), is never among it: the backward is given the weights again and repeats the cast.
+from weights alone (a cast of one), is never among it: the backward is given the weights again and repeats the
+cast.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class Setting:
         remat: Policy name, see `checkpoint_policy`.
         flatten_dots: Whether products are rewritten by `flatten_dot`.
         microbatch_rows: Rows of the whole microbatch, of which this trace sees a part; random draws are made
-            for all of
-            them and the own rows taken, so that they don't depend on the placement.
+            for all of them and the own rows taken, so that they don't depend on the placement.
         constrain: Lays out an array by its logical names; None leaves it.
     """
 
@@ -97,8 +96,7 @@ class Setting:
 
 
 def _with_flat_dots(eqn: Any, args: list[Any]) -> list[Any] | None:
-    """Rewrite the products inside a remat or custom-derivative free call by evaluating its body with the
-    rule."""
+    """Rewrite the products inside a remat call by evaluating its body with the rule."""
     if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
         return None
     body = next(jaxprs.inner_jaxprs(eqn))
@@ -114,12 +112,11 @@ class UnitFunction:
     """A unit's forward and backward as pure functions on the arrays of one shard.
 
     Arguments are lists in the order of `unit.params`, `unit.inputs` and `unit.data`; `offset` is the index,
-    in the
-    microbatch, of the shard's first row (an int32 scalar).
+    in the microbatch, of the shard's first row (an int32 scalar).
     """
 
     def __init__(self, flat: Flat, unit: Unit, setting: Setting, trainable: Sequence[bool]) -> None:
-        """Prepare the functions; traces the forward once to learn what it keeps.
+        """Prepare the functions; nothing is traced before one is asked for.
 
         Args:
             flat: The trace that the unit is of.
@@ -144,8 +141,7 @@ class UnitFunction:
             jax.ShapeDtypeStruct((), jnp.int32),
         )
 
-    # -- the plain function
-    # -------------------------------------------------------------------------------------
+    # ---- the plain function ----
 
     def run(self, params: list, inputs: list, data: list, offset: Any) -> tuple[list, list]:
         """Evaluate the unit. Returns its outputs and its results."""
@@ -195,8 +191,7 @@ class UnitFunction:
         own = jax.lax.dynamic_slice_in_dim(split, offset, self.flat.rows, axis=dim + 1)
         return [own.reshape(*shape, *extra)]
 
-    # -- differentiated
-    # -----------------------------------------------------------------------------------------
+    # ---- differentiated ----
 
     def _pull(self, params: list, inputs: list, data: list, offset: Any) -> tuple[list, list, Any]:
         """(outputs, results, the vjp's pullback) with respect to the moving parameters and inputs."""

@@ -148,10 +148,10 @@ def compute_spec(shape: Sequence[int], names: Sequence[str | None], submesh: Sub
 
 
 def stored_spec(shape: Sequence[int], names: Sequence[str | None], submesh: Submesh) -> P:
-    """Layout of a stored parameter and its optimizer state: as computed with, and over `fsdp` along the
-    largest dim that divides.
+    """Layout of a stored parameter and its optimizer state: as computed with, and over `fsdp`.
 
-    A dim named `embed` is preferred. What no dim of divides evenly stays whole.
+    The largest dim that divides is taken, one named `embed` before others. What no dim of divides evenly
+    stays whole.
     """
     spec = list(compute_spec(shape, names, submesh))
     if submesh.fsdp > 1:

@@ -1,14 +1,10 @@
 """The only code that moves an array between submeshes.
 
 One carrier so far: between submeshes of one process. Nothing here waits for a value to be computed on the
-thread that
-dispatches: `jax.device_put` does not block when every piece that a destination device needs already is a
-piece of the
-source, so both sides are brought to a common grid first (pieces that lie in one shard of the source and in
-one of the
-destination). Between two JAX clients (CPU and GPU in one process) `device_put` always waits for the producer,
-so it runs on a
-worker thread, and the reader gets a future.
+thread that dispatches: `jax.device_put` does not block when every piece that a destination device needs
+already is a piece of the source, so both sides are brought to a common grid first (pieces that lie in one
+shard of the source and in one of the destination). Between two JAX clients (CPU and GPU in one process)
+`device_put` always waits for the producer, so it runs on a worker thread, and the reader gets a future.
 """
 
 from __future__ import annotations
