@@ -89,8 +89,7 @@ def _check(kind: str, given: Mapping[str, Any], expected: Mapping[str, Any]) -> 
         ]
         raise UserError(
             f"The saved {kind} are not those of this program: {'; '.join(detail)}. Restore with the model "
-            f"and optimizer that "
-            "the state was saved with."
+            "and optimizer that the state was saved with."
         )
 
 

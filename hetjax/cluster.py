@@ -238,8 +238,7 @@ class Cluster(_Frozen):
             if kind is None:
                 raise UserError(
                     f"Attached device {text!r} ({members[0].platform}) is not in the catalogue. Write a "
-                    "cluster file that gives "
-                    "the nearest kind with memory_gib and tflops."
+                    "cluster file that gives the nearest kind with memory_gib and tflops."
                 )
             name = kind.name if kind.name not in groups else f"{kind.name}-{len(groups)}"
             table: dict[str, Any] = {"kind": kind.name, "num_devices": len(members)}
@@ -333,9 +332,8 @@ class Cluster(_Frozen):
         wanted = sum(g.num_devices for g in self.groups if g.jax_backend == group.jax_backend)
         text = (
             f"Group {group.name!r} of cluster {self.name!r} needs {group.num_devices} devices of backend "
-            f"{group.jax_backend!r}; "
-            f"{num_found} are attached and {min(num_taken, num_found)} of them belong to the groups before "
-            "it."
+            f"{group.jax_backend!r}; {num_found} are attached and {min(num_taken, num_found)} of them "
+            "belong to the groups before it."
         )
         if group.jax_backend == "cpu":
             fix = f"Call jax.config.update('jax_num_cpu_devices', {wanted}) before JAX is first used."
@@ -350,22 +348,21 @@ def _check_alike(group: Group, found: list[jax.Device]) -> None:
     if platforms != {group.jax_platform}:
         raise UserError(
             f"Group {group.name!r} is of platform {group.jax_platform!r}, and backend "
-            f"{group.jax_backend!r} gives devices of platform "
-            f"{', '.join(sorted(platforms))}. Change kind, platform or backend in the cluster file."
+            f"{group.jax_backend!r} gives devices of platform {', '.join(sorted(platforms))}. Change kind, "
+            "platform or backend in the cluster file."
         )
     kinds = sorted({d.device_kind for d in found})
     if len(kinds) > 1:
         raise UserError(
             f"Group {group.name!r} would hold devices of several kinds: {', '.join(kinds)}. A group is of "
-            "like devices: make one group "
-            "of each kind."
+            "like devices: make one group of each kind."
         )
     known = devices.recognise(kinds[0], found[0].platform)
     if known is not None and known.name != group.kind:
         raise UserError(
             f"Group {group.name!r} is of kind {group.kind!r} in the cluster file, and the attached devices "
-            f"are {kinds[0]!r} "
-            f"(kind {known.name!r}). Correct the kind, so that memory and speed are planned right."
+            f"are {kinds[0]!r} (kind {known.name!r}). Correct the kind, so that memory and speed are "
+            "planned right."
         )
 
 

@@ -139,9 +139,8 @@ class Placement:
         if any(p.submesh.tp > 1 for p in self.places) and not any(n for names in self.names for n in names):
             raise UserError(
                 "The plan has tp > 1 and the model's parameters carry no logical axis names, so every "
-                "device would compute the "
-                "same. Annotate the parameters (nnx.with_partitioning, nn.with_logical_partitioning) or use "
-                "dp or fsdp."
+                "device would compute the same. Annotate the parameters (nnx.with_partitioning, "
+                "nn.with_logical_partitioning) or use dp or fsdp."
             )
 
     def _check_rows_mode(self) -> None:
@@ -153,8 +152,8 @@ class Placement:
         if split and self.program.main.row_model and self.program.main.row_model.inner_draws:
             raise UserError(
                 "The model draws random numbers for its rows inside a loop or an inner function, where "
-                "hetjax can't give each part "
-                "its own. Draw them outside (dropout outside lax.scan), or trace with rows='whole'."
+                "hetjax can't give each part its own. Draw them outside (dropout outside lax.scan), or "
+                "trace with rows='whole'."
             )
 
     # ---- runs ----
@@ -177,10 +176,9 @@ class Placement:
         num_shards = place.submesh.num_shards
         if member.num_rows % num_shards:
             raise UserError(
-                f"Member {k} of stage {s} has {member.num_rows} rows for dp x fsdp = {num_shards} shards of "
-                f"group "
-                f"'{member.group}'. The rows have to divide evenly: change the rows, the axes or "
-                f"num_microbatches."
+                f"Member {k} of stage {s} has {member.num_rows} rows for dp x fsdp = {num_shards} shards "
+                f"of group '{member.group}'. The rows have to divide evenly: change the rows, the axes or "
+                "num_microbatches."
             )
         rows = member.num_rows // num_shards
         flat = self.program.flat(rows, place.dtype, training)
@@ -241,12 +239,10 @@ class Placement:
                 if readers != makers:
                     raise UserError(
                         f"Value {number}, of shape {value.var.aval.shape}, crosses from segment "
-                        f"{value.producer} to segment "
-                        f"{consumer} and has no dim that follows the rows, so it can't be divided anew. "
-                        f"Stages of these two "
-                        f"segments need equal rows and equal dp x fsdp; they have shards {makers} and "
-                        f"{readers}. Change the "
-                        "axes or rows, or place a cut where the value has its rows."
+                        f"{value.producer} to segment {consumer} and has no dim that follows the rows, so "
+                        "it can't be divided anew. Stages of these two segments need equal rows and equal "
+                        f"dp x fsdp; they have shards {makers} and {readers}. Change the axes or rows, or "
+                        "place a cut where the value has its rows."
                     )
 
     def _shards_of(self, stage: int) -> list[tuple[int, int]]:

@@ -122,8 +122,8 @@ def _check_order(plan: Plan) -> None:
         fits = [m for m in range(1, plan.global_batch + 1) if plan.global_batch % m == 0][:12]
         raise UserError(
             f"num_microbatches is {plan.num_microbatches} and has to divide global_batch, which is "
-            f"{plan.global_batch}. "
-            f"Allowed: {', '.join(map(str, fits))}{', ...' if len(fits) == 12 else ''}."
+            f"{plan.global_batch}. Allowed: "
+            f"{', '.join(map(str, fits))}{', ...' if len(fits) == 12 else ''}."
         )
     if not plan.stages:
         raise UserError("stages is empty. A plan needs at least one stage.")
@@ -142,8 +142,8 @@ def _check_order(plan: Plan) -> None:
         if start < expected:
             raise UserError(
                 f"Segment {start} is placed twice: stage {number} starts at {start}, and the stages before "
-                f"it end at {expected}. "
-                "Stages are listed in model order, each starting where the one before stops."
+                f"it end at {expected}. Stages are listed in model order, each starting where the one "
+                "before stops."
             )
         expected = stop
     if expected < plan.num_segments:
@@ -179,15 +179,15 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
             axes = " x ".join(f"{a}={n}" for a, n in member.axes.items()) or "no axes"
             raise UserError(
                 f"{who} lists {len(member.devices)} devices, and {axes} needs "
-                f"{math.prod(member.axes.values())}. The product of the "
-                "axes has to equal the device count. Change one of them."
+                f"{math.prod(member.axes.values())}. The product of the axes has to equal the device "
+                "count. Change one of them."
             )
         start, stop = member.rows
         if start != expected or stop <= start:
             raise UserError(
                 f"{who} has rows [{start}, {stop}], and has to start at {expected} with at least one row. "
-                "The members of a stage share "
-                f"the microbatch's {plan.microbatch_rows} rows in order, without gaps."
+                f"The members of a stage share the microbatch's {plan.microbatch_rows} rows in order, "
+                "without gaps."
             )
         shards = member.axis("dp") * member.axis("fsdp")
         if member.num_rows % shards:
@@ -207,8 +207,8 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
     if expected != plan.microbatch_rows:
         raise UserError(
             f"Stage {number} covers rows 0 to {expected} of a microbatch of {plan.microbatch_rows} "
-            f"(global_batch {plan.global_batch} / "
-            f"num_microbatches {plan.num_microbatches}). Change the rows or num_microbatches."
+            f"(global_batch {plan.global_batch} / num_microbatches {plan.num_microbatches}). Change the "
+            "rows or num_microbatches."
         )
 
 
@@ -221,8 +221,8 @@ def _check_program(plan: Plan, program: cost.ProgramLike) -> None:
     if plan.fingerprint and plan.fingerprint != program.fingerprint:
         raise UserError(
             f"The plan was made for another program (fingerprint {plan.fingerprint}, this one is "
-            f"{program.fingerprint}). Make it anew, or "
-            "remove the plan's fingerprint if you know that it fits."
+            f"{program.fingerprint}). Make it anew, or remove the plan's fingerprint if you know that it "
+            "fits."
         )
     if plan.global_batch != program.global_batch:
         raise UserError(
@@ -238,8 +238,7 @@ def _check_program(plan: Plan, program: cost.ProgramLike) -> None:
         ):
             raise UserError(
                 "The program mixes the rows of a batch (rows='whole'), so its rows cannot be split: "
-                "num_microbatches, dp and fsdp have "
-                "to be 1, and each stage needs exactly one member."
+                "num_microbatches, dp and fsdp have to be 1, and each stage needs exactly one member."
             )
 
 
@@ -250,13 +249,11 @@ def _check_memory(plan: Plan, program: cost.ProgramLike) -> None:
         if have is not None and need > have and (worst is None or need - have > worst[0]):
             text = (
                 f"Device {device} of group {name!r} needs about {need / GIB:.1f} GiB and has "
-                f"{have / GIB:.1f} GiB "
-                f"({(need - have) / GIB:.1f} GiB too much)."
+                f"{have / GIB:.1f} GiB ({(need - have) / GIB:.1f} GiB too much)."
             )
             worst = need - have, text
     if worst is not None:
         raise UserError(
             f"{worst[1]} Move segments to another group, use remat 'full', more microbatches or fsdp; or "
-            "raise memory_gib if the cluster "
-            "file understates it."
+            "raise memory_gib if the cluster file understates it."
         )

@@ -218,8 +218,7 @@ class Program:
         if len(sizes) != 1:
             raise UserError(
                 f"The leaves of batch_spec lead with {sorted(sizes)} rows. Every leaf has to lead with the "
-                f"same number of "
-                "rows, the global batch; scalars may be among them."
+                "same number of rows, the global batch; scalars may be among them."
             )
         return sizes.pop()
 
@@ -344,8 +343,8 @@ class Program:
             if name == "loss.weight" and self.main.depends_on_params(atom):
                 raise UserError(
                     "The weight of the loss's hetjax.Mean depends on the parameters. It has to be a count "
-                    "(of examples, of "
-                    "tokens): compute it from the batch, or wrap it in jax.lax.stop_gradient and a constant."
+                    "(of examples, of tokens): compute it from the batch, or wrap it in "
+                    "jax.lax.stop_gradient and a constant."
                 )
         if not self.main.depends_on_params(self.main.results["loss.total"]):
             raise UserError(
@@ -490,8 +489,7 @@ class Program:
             letter = letters.setdefault(s.segment_class, _letters(len(letters)))
             lines.append(
                 f"{s.index:>3} {s.name:<44} {letter:<6} {s.num_params:>13,} "
-                f"{s.boundary_bytes_per_row / 1024:>17,.1f} "
-                f"{s.forward_flops_per_row / 1e6:>18,.2f}"
+                f"{s.boundary_bytes_per_row / 1024:>17,.1f} {s.forward_flops_per_row / 1e6:>18,.2f}"
             )
         return "\n".join(lines)
 

@@ -229,8 +229,7 @@ class Trainer:
             ):
                 raise UserError(
                     f"A leaf of the batch has shape {array.shape} and dtype {array.dtype}; the program was "
-                    f"traced with "
-                    f"{spec.shape} and {spec.dtype}."
+                    f"traced with {spec.shape} and {spec.dtype}."
                 )
         if len(rows) != 1 or (rows != {unit} if exact else min(rows) % unit or not min(rows)):
             wanted = f"{unit} rows" if exact else f"a multiple of {unit} rows (the plan's microbatch)"

@@ -178,8 +178,7 @@ class UnitFunction:
         if shape is None or len(eqn.outvars) != 1:
             raise UserError(
                 f"The model draws random numbers with `{eqn.primitive.name}`, whose draws for some of the "
-                f"rows can't be taken "
-                "out of those for all. Use jax.random with the default key type."
+                "rows can't be taken out of those for all. Use jax.random with the default key type."
             )
         dim, outer, inner = row_dim.dim, row_dim.outer, row_dim.inner
         whole = (*shape[:dim], outer * all_rows * inner, *shape[dim + 1 :])

@@ -382,8 +382,7 @@ def _microbatch_counts(program: ProgramLike, wanted: int | None) -> list[int]:
         if wanted not in divisors:
             raise UserError(
                 f"num_microbatches is {wanted} and has to divide the global batch, which is {batch} rows. "
-                "Allowed: "
-                f"{', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
+                f"Allowed: {', '.join(map(str, divisors[:12]))}{', ...' if len(divisors) > 12 else ''}."
             )
         divisors = [wanted]
     if program.rows_mode == "whole":
