@@ -88,6 +88,7 @@ class Pieces:
         samples = {(program.leaf_specs[i].shape, kinds[i]): i for i in stacked}
         for leaf in samples.values():
             if not program.frozen[leaf]:
+                self.update_part([stacked[leaf]])
                 _try_slices(program, tx, leaf, stacked[leaf].axis or 0)
 
     def _tree(self, arrays: Sequence[Any]) -> Any:
@@ -155,7 +156,7 @@ class _Traced:
     """A jaxpr that parts are taken from."""
 
     def __init__(self, closed: Any) -> None:
-        self._jaxpr, consts = jaxprs.open_jaxpr(jaxprs.inline(closed))
+        self._jaxpr, consts = jaxprs.open_jaxpr(closed)
         self._consts = dict(zip(self._jaxpr.constvars, consts, strict=True))
         self._slice = jaxprs.Slicer(self._jaxpr.eqns)
 
