@@ -1,7 +1,8 @@
 """How long the first step takes, and how that grows with depth: `ratio` = many layers / few layers.
 
-Counted from a loaded process on: building the model, tracing, placing, initialising, and the first step, in which
-the stages are compiled. Every measurement is a fresh process without a persistent compilation cache; the depths take turns.
+Counted from a loaded process on: building the model, tracing, placing, initialising, and the first step, in
+which the stages are compiled. Every measurement is a fresh process without a persistent compilation cache; the
+depths take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(
 ) -> None:
     """Measure the first step (compiling and running it) of a deep GPT against that of a shallow one.
 
-    `ratio` is of the first step alone, `start_ratio` of the whole start: tracing, placing, initialising and that.
+    `ratio` is of the first step alone, `start_ratio` of the whole start, tracing and placing included.
     """
     if quick:
         few, many, embed_dim, num_heads, vocab_size, seq_len, rounds = 1, 2, 16, 2, 32, 8, 1
