@@ -218,7 +218,8 @@ class Trainer:
             raise UserError(
                 f"The batch is {treedef}; the program was traced with {self.program.batch_treedef}."
             )
-        arrays = [np.asarray(leaf) for leaf in leaves]
+        # A copy: dispatch goes on when the caller is back, and may then write the next batch into its arrays.
+        arrays = [np.array(leaf) for leaf in leaves]
         rows = {a.shape[0] for a in arrays if a.ndim}
         unit = self.plan.global_batch if exact else self.plan.microbatch_rows
         for array, spec in zip(arrays, self.program.batch_leaves, strict=True):
