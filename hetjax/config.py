@@ -150,7 +150,7 @@ class PlanConfig(Section):
     num_microbatches: PositiveInt | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
     remat: Literal["none", "full", "dots"] | None = None
-    row_split: Literal["never", "allowed"] = "never"
+    row_split: Literal["never", "allowed"] = "allowed"
 
 
 class Config(Section):

@@ -61,7 +61,7 @@ def make_plan(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     remat: str | None = None,
-    allow_row_split: bool = False,
+    allow_row_split: bool = True,
     costs: Costs | None = None,
 ) -> Plan:
     """Find the fastest plan that fits.
@@ -72,7 +72,8 @@ def make_plan(
         num_microbatches: Of one step; the planner chooses when None.
         schedule: `gpipe`, `1f1b` or `interleaved`; the planner chooses when None.
         remat: One policy for every segment; when None `none`, and `dots` or `full` where memory needs it.
-        allow_row_split: Also offer stages that several groups share, each with its part of the rows.
+        allow_row_split: Also offer one stage that several groups share, each with its part of the rows, unless
+            a schedule (of stages) is asked for.
         costs: Seconds of segments; analytic when None.
 
     Returns:
@@ -149,7 +150,7 @@ class _Search:
             self.simulate(layout, cut.bounds, cut)
         self.improve()
         result = list(self.found.values())
-        if allow_row_split and self.program.rows_mode == "split":
+        if allow_row_split and self.schedule is None and self.program.rows_mode == "split":
             for label, plan in split_plans(self.program, self.cluster, self.costs, self.pricer, self.counts):
                 candidate = self.evaluate(label, plan)
                 if candidate is not None:
