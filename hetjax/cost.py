@@ -309,8 +309,8 @@ def member_memory(
     params = float(sum(s.param_bytes for s in segments))
     optimizer = sum(s.num_params for s in segments) * ADAM_BYTES_PER_PARAM / (fsdp * tp)
     needs_copy = size < 1 or fsdp > 1
-    kept = sum(_kept(s, r) for s, r in zip(segments, remat, strict=True)) * local_rows * size / tp
-    temporaries = max((_kept(s, "none") + 2 * s.boundary_bytes_per_row for s in segments), default=0.0)
+    kept = sum(kept_per_row(s, r) for s, r in zip(segments, remat, strict=True)) * local_rows * size / tp
+    temporaries = max((kept_per_row(s, "none") + 2 * s.boundary_bytes_per_row for s in segments), default=0.0)
     return Memory(
         master_bytes=params / (fsdp * tp),
         optimizer_bytes=optimizer,
@@ -323,7 +323,7 @@ def member_memory(
     )
 
 
-def _kept(segment: SegmentLike, remat: str) -> Number:
-    """Bytes per row under a policy; one that the program does not list counts as `none`, the most."""
+def kept_per_row(segment: SegmentLike, remat: str) -> Number:
+    """Bytes per row kept under a policy; one that the program does not list counts as `none`, the most."""
     table = segment.activation_bytes_per_row
     return table.get(remat, table.get("none", 0.0))

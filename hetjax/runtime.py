@@ -22,6 +22,7 @@ from hetjax.plan import Plan
 from hetjax.play import Step, Watcher
 from hetjax.program import Program
 from hetjax.schedule import Schedule, plan_schedule
+from hetjax.simulate import covered
 from hetjax.transfer import Carrier, arrived, relayout
 
 
@@ -92,20 +93,12 @@ class Metrics(Mapping[str, float]):
             return {}
         span = max(end for *_, end in self.timeline) - min(start for *_, start, _ in self.timeline)
         return {
-            group: _covered([(a, b) for g, _, a, b in self.timeline if g == group]) / span
+            group: covered([(a, b) for g, _, a, b in self.timeline if g == group]) / span
             for group in dict.fromkeys(g for g, *_ in self.timeline)
         }
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, -np.inf
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
-
-
-@functools.partial(jax.jit)
+@jax.jit
 def _totals(parts: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
     return {name: sum((a.sum() for a in arrays[1:]), arrays[0].sum()) for name, arrays in parts.items()}
 
@@ -321,7 +314,7 @@ class Trainer:
         return own, foreign
 
     def _update_inputs(
-        self, state: TrainState, step: Step, weights: list[tuple[Place, jax.Array]]
+        self, step: Step, weights: list[tuple[Place, jax.Array]]
     ) -> list[tuple[UpdateUnit, UpdateFunctions, tuple]]:
         """What each unit's reduction reads: own and foreign gradients, weights, loss scale."""
         copies = [self._everywhere(w, p, self.placement.places) for p, w in weights]
@@ -353,7 +346,7 @@ class Trainer:
         leaves = self._host_batch(batch, exact=True)
         watcher = Watcher(self.placement, self.schedule) if timeline else None
         step, sums, weights = self._pass(state, leaves, training=True, watcher=watcher)
-        inputs = self._update_inputs(state, step, weights)
+        inputs = self._update_inputs(step, weights)
         step.sums.clear()
         update = self._two_phase_update if self._two_phases else self._fused_update
         new, squares = update(state, inputs)
@@ -412,7 +405,7 @@ class Trainer:
         """The loss and its gradients as host arrays in the parameters' structure, zeros where frozen."""
         step, sums, weights = self._pass(state, self._host_batch(batch, exact=True), training=True)
         pieces: dict[Piece, np.ndarray] = {}
-        for unit, functions, given in self._update_inputs(state, step, weights):
+        for unit, functions, given in self._update_inputs(step, weights):
             gradients, _ = functions.reduce(*given)
             pieces.update(zip(unit.pieces, map(np.asarray, gradients), strict=True))
         for piece in self.program.pieces:

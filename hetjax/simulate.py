@@ -280,6 +280,22 @@ def member_seconds(plan: Plan, program: ProgramLike, costs: Costs) -> dict[tuple
     return result
 
 
+def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
+    """The plan with each member's expected seconds, by which its schedule orders the tasks."""
+    seconds = member_seconds(plan, program, costs)
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            members=tuple(
+                dataclasses.replace(m, seconds=(float(seconds["F", s, k]), float(seconds["B", s, k])))
+                for k, m in enumerate(stage.members)
+            ),
+        )
+        for s, stage in enumerate(plan.stages)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
 def workload(plan: Plan, program: ProgramLike, costs: Costs) -> Workload:
     """What the tasks of a plan cost."""
     segments = program.segments()
@@ -510,15 +526,15 @@ def _group_use(
             busy=share,
             recompute=recompute[group.name] / capacity,
             bubble=1 - share,
-            transfer=_covered(moving[group.name]) / total,
+            transfer=covered(moving[group.name]) / total,
             peak_gib=peak / 2**30,
         )
     return result
 
 
-def _covered(spans: Sequence[tuple[Number, Number]]) -> Number:
+def covered(spans: Sequence[tuple[Number, Number]]) -> Number:
     """Length of the union of intervals."""
-    length, reach = 0.0, 0.0
+    length, reach = 0.0, -math.inf
     for start, end in sorted(spans):
         length += max(0.0, end - max(start, reach))
         reach = max(reach, end)

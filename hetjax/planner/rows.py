@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,7 +10,7 @@ from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import Number
 from hetjax.plan import Member, Plan, Stage
 from hetjax.planner.stages import Pricer, Way
-from hetjax.simulate import member_seconds
+from hetjax.simulate import timed
 
 
 def split_plans(
@@ -99,9 +98,4 @@ def _plan(
         schedule="1f1b",
         stages=(Stage((0, program.num_segments), tuple(members)),),
     )
-    seconds = member_seconds(plan, program, costs)
-    timed = tuple(
-        dataclasses.replace(m, seconds=(float(seconds["F", 0, k]), float(seconds["B", 0, k])))
-        for k, m in enumerate(members)
-    )
-    return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], members=timed),))
+    return timed(plan, program, costs)

@@ -21,7 +21,7 @@ from hetjax.plan import SCHEDULES, Member, Plan, Stage
 from hetjax.planner.limit import Limit, compute_limit
 from hetjax.planner.rows import split_plans
 from hetjax.planner.stages import Cut, Layout, Pricer, Slot, used_devices
-from hetjax.simulate import Simulation, member_seconds, simulate
+from hetjax.simulate import Simulation, simulate, timed
 
 NUM_SIMULATED = 16
 """Ranked layouts that are simulated before the small changes begin."""
@@ -72,8 +72,8 @@ def make_plan(
         num_microbatches: Of one step; the planner chooses when None.
         schedule: `gpipe`, `1f1b` or `interleaved`; the planner chooses when None.
         remat: One policy for every segment; when None `none`, and `dots` or `full` where memory needs it.
-        allow_row_split: Also offer one stage that several groups share, each with its part of the rows, unless
-            a schedule (of stages) is asked for.
+        allow_row_split: Also offer one stage that several groups share, each with its part of the rows,
+            unless a schedule (of stages) is asked for.
         costs: Seconds of segments; analytic when None.
 
     Returns:
@@ -357,22 +357,6 @@ class _Search:
 def _gib(num_bytes: Number) -> str:
     """GiB with two decimals, rounded up, so that the figure is enough."""
     return f"{math.ceil(num_bytes / GIB * 100) / 100:.2f}"
-
-
-def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
-    """The plan with each member's expected seconds, by which its schedule orders the tasks."""
-    seconds = member_seconds(plan, program, costs)
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            members=tuple(
-                dataclasses.replace(m, seconds=(float(seconds["F", s, k]), float(seconds["B", s, k])))
-                for k, m in enumerate(stage.members)
-            ),
-        )
-        for s, stage in enumerate(plan.stages)
-    )
-    return dataclasses.replace(plan, stages=stages)
 
 
 def _microbatch_counts(program: ProgramLike, wanted: int | None) -> list[int]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hetjax.cluster import Cluster
-from hetjax.cost import ADAM_BYTES_PER_PARAM, Costs, ProgramLike
+from hetjax.cost import ADAM_BYTES_PER_PARAM, Costs, ProgramLike, kept_per_row
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.plan import in_flight_bounds
 
@@ -103,7 +103,7 @@ class Pricer:
         n = self.num_segments = len(self.segments)
         self.params = _prefix([s.param_bytes for s in self.segments])
         self.num_params = _prefix([s.num_params for s in self.segments])
-        kept = {p: [_kept(s.activation_bytes_per_row, p) for s in self.segments] for p in (*policies, "none")}
+        kept = {p: [kept_per_row(s, p) for s in self.segments] for p in (*policies, "none")}
         self.kept = {p: _prefix(values) for p, values in kept.items()}
         single = [k + 2 * s.boundary_bytes_per_row for k, s in zip(kept["none"], self.segments, strict=True)]
         self.temporaries = np.zeros((n + 1, n + 1))
@@ -309,10 +309,6 @@ class Pricer:
                 have = self.cluster.group(slot.group).memory_bytes or 0.0
                 needs[slot.group] = max(needs.get(slot.group, 0.0), have + value)
         return worst, int(np.argmax(values)), needs
-
-
-def _kept(table: Mapping[str, Number], policy: str) -> Number:
-    return table.get(policy, table.get("none", 0.0))
 
 
 def _prefix(values: Sequence[Number]) -> np.ndarray:
