@@ -21,7 +21,6 @@ from hetjax import segments
 from hetjax.flat import Flat, Unit
 from hetjax.rows import RowDim
 from hetjax.sharding import BATCH_AXES, Submesh, activation_spec
-from hetjax.transfer import Layout
 
 T = TypeVar("T")
 
@@ -52,12 +51,6 @@ compiled = Shared(2048)
 def row_dim(follows: Any) -> RowDim | None:
     """The row dim of a value that can be divided over it; None where it leads with one entry a shard."""
     return follows if isinstance(follows, RowDim) and follows.outer == 1 else None
-
-
-def value_layout(follows: Any, submesh: Submesh, rows: tuple[tuple[int, int], ...]) -> Layout:
-    """How a value that crosses a cut lies on a member's submesh."""
-    found = row_dim(follows)
-    return Layout(submesh, found.dim if found else None, found.inner if found else 1, rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,20 +107,6 @@ def bits_per_byte(loss_nats: float, num_tokens: int | float, num_bytes: int | fl
     return loss_nats / math.log(2) * num_tokens / num_bytes
 
 
-def model_flops_utilisation(flops_per_step: float, step_time_s: float, peak_flops_per_s: float) -> float:
-    """Give the share of the devices' peak that the model's own FLOPs take (recompute not counted).
-
-    Args:
-        flops_per_step: Forward and backward of a global batch.
-        step_time_s: Seconds a step.
-        peak_flops_per_s: Dense peaks of all devices, summed.
-
-    Returns:
-        A share in [0, 1].
-    """
-    return flops_per_step / step_time_s / peak_flops_per_s
-
-
 class MetricsWriter:
     """Appends one line a step to metrics.jsonl and the same scalars to TensorBoard."""
 

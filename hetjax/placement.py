@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hetjax import jaxprs
-from hetjax.compile import UnitExecutables, UnitSetting, compiled, offsets, row_dim, value_layout
+from hetjax.compile import UnitExecutables, UnitSetting, compiled, offsets, row_dim
 from hetjax.errors import UserError
 from hetjax.flat import Data, Flat, Piece, Unit, lift_literals
 from hetjax.optimizer import Pieces, UpdateUnit
-from hetjax.plan import Member, Plan
+from hetjax.plan import Member, Plan, stage_of_segment
 from hetjax.program import Program
 from hetjax.sharding import Submesh, compute_spec, logical_names, make_submesh, stored_spec
 from hetjax.transfer import Layout
@@ -85,7 +85,8 @@ class MemberRun:
 
     def layout(self, value: int) -> Layout:
         """How a boundary value lies here."""
-        return value_layout(self.flat.values[value].follows, self.place.submesh, self.shards)
+        row = row_dim(self.flat.values[value].follows)
+        return Layout(self.place.submesh, row.dim if row else None, row.inner if row else 1, self.shards)
 
     def dtype(self, value: int) -> str:
         """Dtype of a boundary value here."""
@@ -111,7 +112,7 @@ class Placement:
         self.places: list[Place] = []
         self._place_of: dict[Any, Place] = {}
         self._constants: dict[Any, jax.Array] = {}
-        self.stage_of_segment = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.segments)]
+        self.stage_of_segment = stage_of_segment(plan)
         self.members = {
             (s, k): self._place(member)
             for s, stage in enumerate(plan.stages)

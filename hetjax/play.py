@@ -119,7 +119,6 @@ class Step:
         self.params = params
         self.sums: dict[tuple[int, Piece], jax.Array] = {}
         self.results: dict[str, list[tuple[Place, jax.Array]]] = collections.defaultdict(list)
-        self._values: dict[Key, dict[int, Any]] = collections.defaultdict(dict)
         self._saved: dict[Key, Saved] = {}
         self._resolved: dict[UnitRun, list[Any]] = {}
         self._forward_mail, self._backward_mail = Mailbox(), Mailbox()
@@ -191,7 +190,7 @@ class Step:
 
     def _forward(self, task: Task) -> Any:
         key = (task.stage, task.member, task.microbatch)
-        run, values = self.runs[key[:2]], self._values[key]
+        run, values = self.runs[key[:2]], dict[int, Any]()
         cache = self._microbatch_data(run, task.microbatch)
         saved = Saved([], [], [])
         done: Any = None
@@ -216,7 +215,6 @@ class Step:
                     self.results[name].append((run.place, result))
             done = outputs or results or done
         self._send_values(run, key, values)
-        del self._values[key]
         if self.training:
             self._saved[key] = saved
         return done

@@ -95,10 +95,8 @@ class Setting:
     constrain: Callable[[Any, tuple[str | None, ...]], Any] | None = None
 
 
-def _with_flat_dots(eqn: Any, args: list[Any]) -> list[Any] | None:
+def _with_flat_dots(eqn: Any, args: list[Any]) -> list[Any]:
     """Rewrite the products inside a remat call by evaluating its body with the rule."""
-    if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
-        return None
     body = next(jaxprs.inner_jaxprs(eqn))
     run = jax.checkpoint(
         lambda *a: jaxprs.call(body, a, {"dot_general": flatten_dot}),

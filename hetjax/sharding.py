@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hetjax.errors import UserError
+from hetjax.plan import AXES
 
-AXES = ("dp", "fsdp", "tp")
 BATCH_AXES = ("dp", "fsdp")
 
 # Logical names as the flax models of this field use them. What no rule names is not sharded over tp.

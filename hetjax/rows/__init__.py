@@ -15,8 +15,9 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from hetjax.errors import UserError
+from hetjax.jaxprs import open_jaxpr
 from hetjax.rows.values import Kind, RowDim, Value
-from hetjax.rows.walk import Misaligned, Mixture, Walk, open_jaxpr
+from hetjax.rows.walk import Misaligned, Mixture, Walk
 
 __all__ = [
     "Follows",

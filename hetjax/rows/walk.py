@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from hetjax.jaxprs import open_jaxpr
 from hetjax.rows.rules import RANDOM, RULES
 from hetjax.rows.source import describe
 from hetjax.rows.values import (
@@ -62,11 +63,6 @@ class Mixture:
 
 class Misaligned(Exception):
     """Two traces at different numbers of rows are not the same program."""
-
-
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Take a Jaxpr or ClosedJaxpr apart into the Jaxpr and its constants; None stays None."""
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 class Walk:
