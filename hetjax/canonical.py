@@ -33,11 +33,14 @@ def as_keys(numbers: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(numbers), impl=kinds[0])
 
 
+def on_host(array: jax.Array) -> np.ndarray:
+    """An array on the host, keys as numbers."""
+    return np.asarray(jax.random.key_data(array) if is_key(array) else array)
+
+
 def host_leaves(program: Program, masters: Mapping[Piece, jax.Array]) -> list[np.ndarray]:
     """Every parameter leaf on the host, stacked leaves whole, keys as numbers."""
-    return program.assemble(
-        {p: np.asarray(jax.random.key_data(a) if is_key(a) else a) for p, a in masters.items()}
-    )
+    return program.assemble({p: on_host(a) for p, a in masters.items()})
 
 
 def host_tree(program: Program, masters: Mapping[Piece, jax.Array]) -> Any:
@@ -64,10 +67,10 @@ def export_optimizer(
         found = parts[path]
         piece, array = next(iter(found.values()))
         if piece is not None and piece.axis is not None and array.shape != spec.shape:
-            stack = [np.asarray(found[i][1]) for i in range(len(found))]
+            stack = [on_host(found[i][1]) for i in range(len(found))]
             out[path] = np.stack(stack, axis=_stack_axis(spec.shape, array.shape, piece.axis))
         else:
-            out[path] = np.asarray(array)
+            out[path] = on_host(array)
     return out
 
 
@@ -118,19 +121,19 @@ def import_optimizer(
     Raises:
         UserError: Names or shapes differ from what the optimizer keeps for the program.
     """
-    whole = optimizer.whole_specs()
-    _check("optimizer states", saved, whole)
+    _check("optimizer states", saved, {k: saved_spec(v) for k, v in optimizer.whole_specs().items()})
     out = []
     for unit in units:
         state = []
         leaves = zip(unit.state_paths, unit.state_pieces, unit.state_specs, unit.state_shardings, strict=True)
         for path, piece, spec, sharding in leaves:
             array = np.asarray(saved[path])
-            if array.shape != spec.shape:
+            if array.shape != saved_spec(spec).shape:
                 assert piece is not None and piece.axis is not None, (
                     f"{path} changes shape without being a slice"
                 )
                 array = array.take(piece.position, axis=_stack_axis(array.shape, spec.shape, piece.axis))
-            state.append(jax.device_put(array.astype(spec.dtype), sharding))
+            array = as_keys(array, spec) if is_key(spec) else array.astype(spec.dtype)
+            state.append(jax.device_put(array, sharding))
         out.append(state)
     return out

@@ -204,6 +204,19 @@ def inline(closed: Any) -> Any:
     return flat(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars])
 
 
+def without_branches(closed: Any) -> Any:
+    """Compute all branches of each `cond` and choose, so that each result depends on its own inputs alone."""
+
+    def choose(eqn: Any, args: Sequence[Any]) -> list[Any]:
+        index, *operands = args
+        results = [call(branch, operands, {"cond": choose}) for branch in eqn.params["branches"]]
+        return [jax.lax.select_n(index, *column) for column in zip(*results, strict=True)]
+
+    inner, _ = open_jaxpr(closed)
+    specs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
+    return jax.make_jaxpr(lambda *args: call(closed, args, {"cond": choose}))(*specs)
+
+
 class Slicer:
     """Finds what some results need among equations; made once where many results are asked for."""
 

@@ -186,8 +186,9 @@ class Trainer:
     def canonical_spec(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Shapes and dtypes of the arrays that `export` returns."""
         specs = map(canonical.saved_spec, self.program.leaf_specs)
+        state = {k: canonical.saved_spec(v) for k, v in self.optimizer.whole_specs().items()}
         params = dict(zip(self.program.leaf_paths, specs, strict=True))
-        return {"params": params, "opt_state": self.optimizer.whole_specs()}
+        return {"params": params, "opt_state": state}
 
     def import_(self, saved: Mapping[str, Any]) -> TrainState:
         """Place an exported state, whatever plan it was made under.
