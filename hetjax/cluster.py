@@ -15,7 +15,8 @@ from hetjax.errors import UserError
 if TYPE_CHECKING:
     import jax
 
-Positive = Annotated[float, pydantic.Field(gt=0)]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Latency = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 GIB = 2**30
 
 
@@ -34,7 +35,7 @@ class Link(_Frozen):
 
     between: tuple[str, str]
     bandwidth_gb_per_s: Positive
-    latency_us: Annotated[float, pydantic.Field(ge=0)] = 20.0
+    latency_us: Latency = 20.0
 
     def transfer_s(self, num_bytes: devices.Number) -> float:
         """Seconds that `num_bytes` take over the idle link."""
@@ -61,7 +62,7 @@ class Group(_Frozen):
 
     name: str
     kind: str
-    num_devices: Annotated[int, pydantic.Field(ge=1)]
+    num_devices: Annotated[int, pydantic.Field(ge=1, le=1_000_000, strict=True)]
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     backend: str | None = None
     memory_gib: Positive | None = None
@@ -120,7 +121,7 @@ class DefaultLink(_Frozen):
     """The link of every pair that `links` leaves out; fields as in `Link`."""
 
     bandwidth_gb_per_s: Positive
-    latency_us: Annotated[float, pydantic.Field(ge=0)] = 20.0
+    latency_us: Latency = 20.0
 
 
 class Cluster(_Frozen):
@@ -176,7 +177,7 @@ class Cluster(_Frozen):
         """
         path = Path(path)
         try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
+            data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             hint = f" There are: {', '.join(near)}." if near else ""
@@ -209,6 +210,14 @@ class Cluster(_Frozen):
             raise UserError(
                 f"{origin}: needs at least one group, as a table [groups.NAME] with kind and num_devices."
             )
+        for name, table in groups.items():
+            if not name or not name.isprintable():
+                raise UserError(f"{origin}: a group is named {name!r}. Give it a name that can be printed.")
+            if "name" in table:
+                raise UserError(
+                    f"{origin}: unknown key 'groups.{name}.name'. A group is named by its table: "
+                    f"[groups.{name}]."
+                )
         data["groups"] = [{**table, "name": name} for name, table in groups.items()]
         try:
             return cls.model_validate(data)

@@ -19,8 +19,9 @@ import pydantic
 from hetjax.data import DataConfig
 from hetjax.errors import UserError
 
-PositiveInt = Annotated[int, pydantic.Field(gt=0)]
-PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+PositiveInt = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+WeightDecay = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
@@ -46,7 +47,7 @@ class _Optimizer(Section):
 
     learning_rate: PositiveFloat = 1e-3
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
-    warmup_steps: Annotated[int, pydantic.Field(ge=0)] = 0
+    warmup_steps: Annotated[int, pydantic.Field(ge=0, lt=2**31)] = 0
     decay_steps: PositiveInt | None = None
     final_share: Share = 0.1
     clip_norm: PositiveFloat | None = None
@@ -68,7 +69,7 @@ class AdamWConfig(_Optimizer):
     b1: Decay = 0.9
     b2: Decay = 0.95
     eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.1
+    weight_decay: WeightDecay = 0.1
 
 
 class LionConfig(_Optimizer):
@@ -77,7 +78,7 @@ class LionConfig(_Optimizer):
     name: Literal["lion"]
     b1: Decay = 0.9
     b2: Decay = 0.99
-    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.1
+    weight_decay: WeightDecay = 0.1
 
 
 class SGDConfig(_Optimizer):
@@ -188,7 +189,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             is allowed.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         near = ", ".join(sorted(str(p) for p in path.parent.glob("*.toml"))) if path.parent.is_dir() else ""
         raise UserError(
@@ -240,7 +241,11 @@ def _validate(content: dict[str, Any], path: Path, set_keys: set[tuple[str, ...]
         raise UserError(f"{path} has no section [model]. Add one, with family set to the model's.")
     optimizer = content.get("optimizer")
     if isinstance(optimizer, dict):
-        optimizer.setdefault("name", "adamw")
+        name = optimizer.setdefault("name", "adamw")
+        if not isinstance(name, str):
+            raise UserError(
+                f"{path}: [optimizer] name = {name!r} is not known. {_suggest('', list(OPTIMIZERS))}"
+            )
         if ("optimizer", "name") in set_keys and optimizer["name"] in OPTIMIZERS:
             # another optimizer than the file's: what the file says for its own only does not apply
             fields = OPTIMIZERS[optimizer["name"]][0].model_fields

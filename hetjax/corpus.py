@@ -71,13 +71,13 @@ def find_files(paths: Sequence[str], kind: str, field: str) -> Corpus:
     """
     files: dict[Path, None] = {}  # an ordered set: a file that two patterns match is read once
     for given in paths:
-        path = Path(given).expanduser()
+        path = _expanded(given)
         if path.is_file():
             files[path] = None
         elif path.is_dir():
             raise UserError(
                 f"data.paths has {given!r}, which is a folder. "
-                f"Name its files by a pattern, for example {given.rstrip('/')}/**/*"
+                f"Name its files by a pattern, for example {path / '**' / '*'}"
             )
         elif glob.has_magic(given):
             found = sorted(p for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
@@ -247,18 +247,25 @@ def _encodes(text: str) -> bool:
     return True
 
 
+def _expanded(given: str) -> Path:
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        raise UserError(f"data.paths has {given!r}, and there is no such user. Write the path out.") from None
+
+
 def _blake2b() -> Any:
     return hashlib.blake2b(digest_size=16)
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Generator[Any]:
+    """Open a file; what goes wrong while it is read is the user's to hear, too."""
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
-        raise UserError(f"The data file {path} can't be read ({error.strerror}).") from None
-    with file:
-        yield file
+        raise UserError(f"The data file {path} can't be read ({error.strerror or error}).") from None
 
 
 def _read_text(path: Path, _: str) -> Iterator[str]:
@@ -280,7 +287,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             where = f"{path}, line {number}:"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where} not JSON ({error}). Each line has to be one JSON object.") from None
             texts = (
                 {k: v for k, v in record.items() if isinstance(v, str)} if isinstance(record, dict) else {}
@@ -313,5 +320,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                 f"The data file {path} has no column {field!r} of strings. "
                 f"Columns of strings: {', '.join(texts) or 'none'}. Name the one wanted: data.field"
             )
-        for batch in table.iter_batches(batch_size=1024, columns=[field]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        try:
+            for batch in table.iter_batches(batch_size=1024, columns=[field]):
+                yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise UserError(f"The data file {path} is damaged ({error}). Mend it, or leave it out.") from None

@@ -52,11 +52,15 @@ class DataConfig(pydantic.BaseModel):
     tokenizer: Literal["bytes", "bpe"] = pydantic.Field(
         "bpe", description="bytes, or bpe, which is trained on the training part of the text"
     )
-    vocab_size: int | None = pydantic.Field(
+    vocab_size: Annotated[int, pydantic.Field(ge=1, le=1 << 20, strict=True)] | None = pydantic.Field(
         None, description="ids of the tokenizer, specials included; without: 4096 for bpe, 264 for bytes"
     )
-    seq_len: Annotated[int, pydantic.Field(ge=1)] = pydantic.Field(256, description="tokens of a row")
-    global_batch: Annotated[int, pydantic.Field(ge=1)] = pydantic.Field(16, description="rows of a step")
+    seq_len: Annotated[int, pydantic.Field(ge=1, le=1 << 24, strict=True)] = pydantic.Field(
+        256, description="tokens of a row"
+    )
+    global_batch: Annotated[int, pydantic.Field(ge=1, le=1 << 20, strict=True)] = pydantic.Field(
+        16, description="rows of a step"
+    )
     packing: Literal["packed", "padded"] = pydantic.Field(
         "packed",
         description="packed: rows are cut from all documents in a line, with segment ids; "

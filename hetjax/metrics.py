@@ -121,7 +121,10 @@ class MetricsWriter:
         self.path = out_dir / FILE_NAME
         if resumed_step is not None:
             keep_up_to(self.path, resumed_step)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        try:
+            self._file: TextIO = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{self.path} can't be written to ({error.strerror}). Remove it.") from None
         self._last_step = resumed_step or 0
         self._board: Any = None
         if tensorboard:
@@ -182,7 +185,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def keep_up_to(path: Path, step: int) -> None:
     """Cut metrics.jsonl back to the records up to `step`, atomically, so that no step stands twice."""
-    if not path.exists():
+    if not path.is_file():
         return
     kept = [line for record, line in _records(path) if record["step"] <= step]
     draft = path.with_suffix(".jsonl.draft")
@@ -191,7 +194,7 @@ def keep_up_to(path: Path, step: int) -> None:
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         record: Any = None
         with contextlib.suppress(json.JSONDecodeError):

@@ -69,7 +69,7 @@ def load(name: str | pathlib.Path, overrides: Mapping[str, Any] | None = None) -
     """
     file = path(name)
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise hetjax.UserError(f"{file} is not a TOML file: {error}.") from None
     if not isinstance(content.get("model"), dict):
@@ -89,7 +89,7 @@ def parse(section: Mapping[str, Any], where: str = "the model config") -> ModelC
         hetjax.UserError: An unknown family or key, a missing field, or a wrong value.
     """
     family = section.get("family")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         given = "no family" if family is None else f"family = {family!r}"
         raise hetjax.UserError(f"[model] in {where} has {given}. Set it to one of: {', '.join(families())}.")
     module, class_name = _FAMILIES[family]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ import hetjax
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, hetjax.Mean]
+
+
+Size = Annotated[int, pydantic.Field(gt=0, le=1 << 24, strict=True)]
 
 
 class ModelConfig(pydantic.BaseModel):
@@ -43,12 +46,12 @@ class ModelConfig(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
-    num_layers: pydantic.PositiveInt
-    embed_dim: pydantic.PositiveInt
-    num_heads: pydantic.PositiveInt
-    mlp_dim: pydantic.PositiveInt | None = None
+    num_layers: Annotated[int, pydantic.Field(gt=0, le=10_000, strict=True)]
+    embed_dim: Size
+    num_heads: Size
+    mlp_dim: Size | None = None
     tied: bool = True
-    cut_every: pydantic.PositiveInt = 1
+    cut_every: Size = 1
     cuts: Literal["block", "half"] = "block"
 
     @pydantic.model_validator(mode="after")

@@ -34,7 +34,7 @@ class LlamaConfig(common.ModelConfig):
     """
 
     family: Literal["llama"] = "llama"
-    num_kv_heads: pydantic.PositiveInt | None = None
+    num_kv_heads: common.Size | None = None
     rope_theta: pydantic.PositiveFloat = 10_000.0
     norm_eps: pydantic.PositiveFloat = 1e-5
     layers: Literal["unrolled", "scanned"] = "unrolled"

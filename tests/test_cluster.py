@@ -72,7 +72,14 @@ def test_measured_speeds_replace_the_catalogues(tmp_path):
         ("num_devices = 4", "num_devices = 0", r"groups.a100.num_devices = 0: .* greater than or equal to 1"),
         ("num_devices = 4", "", r"mine.toml: key 'groups.a100.num_devices' is missing"),
         ("num_devices = 4", "devices = 4", r"unknown key 'groups.a100.devices'. Allowed: kind, num_devices"),
+        ("num_devices = 4", "num_devices = true", r"groups.a100.num_devices = True: .* valid integer"),
+        ("num_devices = 4", f"num_devices = {10**20}", r"num_devices = 10{20}: .* less than or equal to"),
         ("memory_gib = 12", "memory_gib = -1", r"groups.v100.memory_gib = -1: .* greater than 0"),
+        ("memory_gib = 12", "memory_gib = inf", r"groups.v100.memory_gib = inf: .* finite number"),
+        ("memory_gib = 12", 'name = "v"', r"unknown key 'groups.v100.name'. A group is named by its table"),
+        ("[groups.v100]", '[groups.""]', r"a group is named ''. Give it a name that can be printed"),
+        ("12.5", "nan", r"links.0.bandwidth_gb_per_s = nan: "),
+        ("latency_us = 20", "latency_us = inf", r"links.0.latency_us = inf: .* finite number"),
         ("12.5", "0", r"links.0.bandwidth_gb_per_s = 0: .* greater than 0"),
         ('["a100", "v100"]', '["a100", "b"]', r"links: 'b' is not a group. The groups are: a100, v100"),
         ('["a100", "v100"]', '["a100", "a100"]', r"names one group twice; set its intra_bandwidth"),
@@ -93,6 +100,12 @@ def test_a_wrong_file_is_told_where_and_what_is_allowed(tmp_path, old, new, mess
     assert old in TWO
     with pytest.raises(UserError, match=message):
         Cluster.load(write(tmp_path, TWO.replace(old, new)))
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TWO, encoding="utf-8-sig")
+    assert Cluster.load(path) == Cluster.load(write(tmp_path, TWO))
 
 
 def test_a_pair_without_link_or_given_twice_is_refused(tmp_path):

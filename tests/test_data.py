@@ -429,10 +429,16 @@ def faulty(tmp_path):
         "keyless": '{"body": "a", "n": 1}',
         "list": "[1]",
         "surrogate": '{"text": "\\ud800"}',
+        "deep": "[" * 100_000,
     }
     for name, content in lines.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
+    pq.write_table(pa.table({"text": latin}), tmp_path / "latin.parquet")
+    pq.write_table(pa.table({"text": ["many words " * 50]}), tmp_path / "b.parquet")
+    content = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(content[:40] + bytes(10) + content[50:])
     at = f"{tmp_path}/"
     return [
         ({"source": "text", "paths": at + "none.txt"}, "none.txt', and there is no such file (seen from"),
@@ -441,6 +447,14 @@ def faulty(tmp_path):
             {"source": "text", "paths": at},
             f"which is a folder. Name its files by a pattern, for example {at}**/*",
         ),
+        ({"source": "text", "paths": ""}, "which is a folder. Name its files by a pattern, for example **/*"),
+        (
+            {"source": "text", "paths": "~nobody_here/a.txt"},
+            "'~nobody_here/a.txt', and there is no such user",
+        ),
+        ({"source": "jsonl", "paths": at + "deep.jsonl"}, "deep.jsonl, line 1: not JSON ("),
+        ({"source": "parquet", "paths": at + "latin.parquet"}, "latin.parquet is damaged ("),
+        ({"source": "parquet", "paths": at + "b.parquet"}, "b.parquet can't be read ("),
         ({"source": "text", "paths": ()}, 'data.source = "text" needs files: data.paths'),
         (
             {"source": "stdlib", "paths": ("a",)},

@@ -88,3 +88,13 @@ def test_the_clock_keeps_compilation_and_validation_out_of_the_step_time():
 def test_bits_per_byte_of_a_uniform_guess_over_bytes_is_eight():
     assert bits_per_byte(math.log(256), 100, 100) == pytest.approx(8.0)
     assert bits_per_byte(math.log(256), 100, 400) == pytest.approx(2.0)
+
+
+def test_a_file_of_metrics_that_is_damaged_or_is_a_folder_is_reported(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'\xff\xfe\n{"step": 1}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is not a record of a step"):
+        MetricsWriter(tmp_path, resumed_step=1, tensorboard=False)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics.jsonl can't be written to \(Is a directory\). Remove it."):
+        MetricsWriter(tmp_path, resumed_step=1, tensorboard=False)

@@ -382,6 +382,12 @@ def test_batch_spec_is_what_the_loss_reads():
     [
         ({}, r"\[model\] in job\.toml has no family\. Set it to one of: gpt, llama\."),
         ({"family": "gtp"}, r"has family = 'gtp'\. Set it to one of: gpt, llama\."),
+        ({"family": []}, r"has family = \[\]\. Set it to one of: gpt, llama\."),
+        (SHAPE | {"family": "gpt", "embed_dim": 10**20}, r"embed_dim = 10{20}: input should be less than or"),
+        (
+            SHAPE | {"family": "gpt", "num_layers": True},
+            r"num_layers = True: input should be a valid integer",
+        ),
         (SHAPE | {"family": "gpt", "layres": 3}, r"describe a gpt: unknown key 'layres'\. Its keys are: "),
         ({"family": "gpt", "embed_dim": 8, "num_heads": 2}, r"'num_layers' is missing"),
         (SHAPE | {"family": "gpt", "num_layers": 0}, r"num_layers = 0: input should be greater than 0"),
