@@ -104,7 +104,7 @@ class Step:
 
         Args:
             placement: Where everything is.
-            schedule: Its order; backward tasks are passed over in evaluation.
+            schedule: Its order, in training.
             carrier: Moves values between submeshes.
             batch: Host leaves of the whole batch.
             params: For each place, the pieces that it computes with (arrays or futures).
@@ -128,10 +128,16 @@ class Step:
 
     # ---- order ----
 
+    def _tasks(self) -> list[Task]:
+        """Training in the schedule's order; evaluation, of any number of microbatches, one by one."""
+        if self.training:
+            return [t for t in self.schedule.order if t.op in ("F", "B")]
+        return [Task("F", s, m, k) for m in range(self.num_microbatches) for s, k in sorted(self.runs)]
+
     def play(self) -> None:
         """Dispatch every task in order."""
         ops = {"F": self._forward, "B": self._backward}
-        tasks = [t for t in self.schedule.order if t.op in (ops if self.training else ("F",))]
+        tasks = self._tasks()
         clients: dict[Any, list[Task]] = {}
         for task in tasks:
             clients.setdefault(self.runs[task.stage, task.member].place.submesh.client, []).append(task)

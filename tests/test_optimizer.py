@@ -153,7 +153,7 @@ def test_labels_may_be_a_tree_like_that_of_the_parameters():
     )
 
 
-# -- whole trees ---------------------------------------------------------------------------------------------
+# ---- whole trees ----
 
 NEED_TREE = {
     "a global-norm clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
@@ -223,7 +223,7 @@ def test_clip_norm_is_the_global_norm_clip_of_optax_and_the_metric_is_the_norm_b
     assert distance([m["grad_norm"] for m in metrics], norms) < 1e-5
 
 
-# -- who updates what ----------------------------------------------------------------------------------------
+# ---- who updates what ----
 
 
 def test_each_trained_parameter_is_updated_in_one_place_and_frozen_ones_have_no_state():
@@ -237,7 +237,7 @@ def test_each_trained_parameter_is_updated_in_one_place_and_frozen_ones_have_no_
     assert sorted(p for p in paths if "embed" in p) == ["0/mu/embed", "0/nu/embed"]
 
 
-# -- precision -----------------------------------------------------------------------------------------------
+# ---- precision ----
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")])

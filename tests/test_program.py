@@ -94,7 +94,7 @@ def check_gradients(program, rng=None):
     assert distance([got[1][i] for i in trained], [expected[1][i] for i in trained]) < 1e-5
 
 
-# -- classes -------------------------------------------------------------------------------------------------
+# ---- classes ----
 
 
 class Block(nn.Module):
@@ -269,7 +269,7 @@ def test_blocks_of_one_class_have_unlike_dropout():
     assert values[0] != values[1] != values[2]
 
 
-# -- scans over layers ---------------------------------------------------------------------------------------
+# ---- scans over layers ----
 
 
 def lax_scanned(axis=0, reverse=False, cast=False):
@@ -333,7 +333,7 @@ def test_a_stack_that_is_also_read_whole_stays_whole():
     check_gradients(program)
 
 
-# -- what crosses cuts ---------------------------------------------------------------------------------------
+# ---- what crosses cuts ----
 
 
 def test_masks_positions_and_tables_are_repeated_and_not_sent():
@@ -402,7 +402,7 @@ def test_marks_in_a_row_are_one_cut_and_a_cut_before_everything_is_none():
     assert program.num_segments == 2 and len(program.main.values) == 1
 
 
-# -- constructs that hold a cut ------------------------------------------------------------------------------
+# ---- constructs that hold a cut ----
 
 
 def while_loop(params, batch):
@@ -470,7 +470,7 @@ def test_a_cut_inside_a_custom_derivative_is_passed_over_so_that_its_rule_holds(
         check_gradients(program)
 
 
-# -- state that a model changes ------------------------------------------------------------------------------
+# ---- state that a model changes ----
 
 
 class Normed(nn.Module):
@@ -553,7 +553,7 @@ def test_keys_and_counters_that_nobody_reads_are_frozen_and_carried():
     check_gradients(program, jax.random.key(1))
 
 
-# -- rows ----------------------------------------------------------------------------------------------------
+# ---- rows ----
 
 
 def contrastive(params, batch):
@@ -633,7 +633,7 @@ def test_a_model_whose_cuts_depend_on_the_rows_is_told_so():
         program.flat(4)
 
 
-# -- results -------------------------------------------------------------------------------------------------
+# ---- results ----
 
 
 def returning(make):
@@ -700,7 +700,7 @@ def test_a_loss_that_never_joins_parameters_and_batch_is_refused():
         traced(lambda p, b: hetjax.Mean(p[0].sum(), 1.0))
 
 
-# -- parameters ----------------------------------------------------------------------------------------------
+# ---- parameters ----
 
 
 def two_layers(params, batch):
@@ -765,7 +765,7 @@ def test_the_fingerprint_follows_the_model_and_not_the_batch():
     assert at(3, 8) == at(3, 16) != at(4, 8)
 
 
-# -- evaluation ----------------------------------------------------------------------------------------------
+# ---- evaluation ----
 
 
 def test_evaluation_without_dropout_has_the_segments_of_training():

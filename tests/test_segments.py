@@ -147,7 +147,7 @@ def test_an_unknown_policy_is_told_the_known_ones(name):
         segments.checkpoint_policy(name)
 
 
-# -- products ------------------------------------------------------------------------------------------------
+# ---- products ----
 
 
 @st.composite
@@ -213,7 +213,7 @@ def test_a_merged_product_contracts_one_dim_and_plain_ones_are_left_alone():
     assert segments.flatten_dot(dot, [jnp.ones((2, 3)), jnp.ones((3, 4))]) is None
 
 
-# -- executables ---------------------------------------------------------------------------------------------
+# ---- executables ----
 
 
 @contextlib.contextmanager
