@@ -60,7 +60,8 @@ class Stage:
     Attributes:
         segments: Start and stop in model order.
         members: Who runs them; their rows partition the microbatch in order.
-        fuse: How many neighbouring segments are compiled as one program.
+        fuse: How many neighbouring segments are compiled as one program, with the remat policy of the first;
+            more than the stage holds means all of them.
     """
 
     segments: tuple[int, int]
@@ -150,8 +151,8 @@ class Plan:
             UserError: Not JSON, a wrong or missing key, or a placement that cannot be.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = json.loads(text, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{origin} is not valid JSON: {error}") from None
         from hetjax import plan_reader  # reads into these classes, so it can only be imported once they exist
 
@@ -169,7 +170,7 @@ class Plan:
             UserError: As `from_json`, or the file cannot be read.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise UserError(f"Plan file {path} does not exist.") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -351,6 +352,15 @@ def stage_edges(plan: Plan, edges: Iterable[cost.EdgeLike]) -> dict[tuple[int, i
         if pair[0] != pair[1]:
             result[pair] = result.get(pair, 0.0) + edge.bytes_per_row
     return dict(sorted(result.items()))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys stand once each: of two, a person means the one that JSON forgets."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} stands twice in one object")
+    return data
 
 
 def _short_remat(remat: tuple[str, ...]) -> str | list[str]:

@@ -68,7 +68,10 @@ def read_plan(data: Any, origin: str) -> Plan:
     plan = Plan(
         cluster=Cluster.from_dict({"name": "plan", **data["cluster"]}, origin=f"{origin}: cluster"),
         fingerprint=data.get("fingerprint", ""),
-        stages=tuple(_read_stage(s, f"{origin}: stages[{i}]") for i, s in enumerate(data["stages"])),
+        stages=tuple(
+            _read_stage(s, f"{origin}: stages[{i}]", data["num_segments"])
+            for i, s in enumerate(data["stages"])
+        ),
         predicted=data.get("predicted", {}),
         **{k: data[k] for k in required if k != "stages"},
     )
@@ -76,14 +79,22 @@ def read_plan(data: Any, origin: str) -> Plan:
         plan.check()
     except UserError as error:
         raise UserError(f"{origin}: {error}") from None
+    try:
+        str(plan)
+    except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError, UserError):
+        raise UserError(
+            f"{origin}: predicted does not hold what the planner writes there. Nothing is computed from it: "
+            "remove it."
+        ) from None
     return plan
 
 
-def _read_stage(data: Any, where: str) -> Stage:
+def _read_stage(data: Any, where: str, num_segments: int) -> Stage:
     data = _fields(data, where, {"segments": list, "members": list}, {"fuse": int})
     start, stop = _ints(data["segments"], f"{where}.segments", 2)
     members = tuple(
-        _read_member(m, f"{where}.members[{k}]", max(stop - start, 0)) for k, m in enumerate(data["members"])
+        _read_member(m, f"{where}.members[{k}]", min(max(stop - start, 0), max(num_segments, 0)))
+        for k, m in enumerate(data["members"])
     )
     return Stage(segments=(start, stop), members=members, fuse=data.get("fuse", 1))
 
@@ -100,7 +111,7 @@ def _read_member(data: Any, where: str, num_segments: int) -> Member:
             )
     seconds = data.get("seconds")
     if seconds is not None and (
-        len(seconds) != 2 or not all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in seconds)
+        len(seconds) != 2 or not all(type(x) in (int, float) and 0 <= x < 1e9 for x in seconds)
     ):
         raise UserError(f"{where}.seconds has to be the seconds of F and of B, and is {seconds!r:.60}.")
     start, stop = _ints(data["rows"], f"{where}.rows", 2)
@@ -119,7 +130,8 @@ def _check_order(plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise UserError(f"schedule is {plan.schedule!r}. Allowed: {', '.join(SCHEDULES)}.")
     if plan.global_batch < 1 or plan.num_microbatches < 1 or plan.global_batch % plan.num_microbatches:
-        fits = [m for m in range(1, plan.global_batch + 1) if plan.global_batch % m == 0][:12]
+        largest = min(plan.global_batch, 10_000)
+        fits = [m for m in range(1, largest + 1) if plan.global_batch % m == 0][:12]
         raise UserError(
             f"num_microbatches is {plan.num_microbatches} and has to divide global_batch, which is "
             f"{plan.global_batch}. Allowed: "
@@ -229,6 +241,12 @@ def _check_program(plan: Plan, program: cost.ProgramLike) -> None:
             f"The plan is for a global batch of {plan.global_batch} rows, and the program has "
             f"{program.global_batch}."
         )
+    policies = {p for stage in plan.stages for m in stage.members for p in m.remat}
+    if policies - {"none", "full", "dots"}:
+        from hetjax.segments import checkpoint_policy  # JAX, which a plan of the planner does without
+
+        for policy in sorted(policies):
+            checkpoint_policy(policy)
     if program.rows_mode == "whole":
         parts = [m.axis("dp") * m.axis("fsdp") for stage in plan.stages for m in stage.members]
         if (

@@ -88,6 +88,19 @@ STAGES = "stages"
         (lambda d: d[STAGES][1].update(segments=[3, 7]), "ends at segment 7, and there are only 6 segments"),
         (lambda d: d[STAGES][1].update(segments=[3, 3]), r"Stage 1 has segments \[3, 3\], which holds none"),
         (lambda d: d[STAGES][1].update(members=[]), "Stage 1 has no members"),
+        (
+            lambda d: d[STAGES][1].update(segments=[3, 10**9]),
+            f"ends at segment {10**9}, and there are only 6",
+        ),
+        (
+            lambda d: d.update(global_batch=10**12, num_microbatches=7),
+            "has to divide global_batch, .* 1, 2, 4",
+        ),
+        (lambda d: d.update(predicted={"step_time_s": "short"}), "predicted does not hold what the planner"),
+        (
+            lambda d: d.update(predicted={"step_time_s": 1.0, "groups": [3]}),
+            "predicted does not hold .* remove",
+        ),
         (lambda d: d[STAGES][1].update(fuse=0), "Stage 1 has fuse 0. It has to be 1 or more"),
         (lambda d: d["cluster"].pop("default_link"), "plan: cluster: links: none joins 'a' and 't'"),
     ],
@@ -116,12 +129,33 @@ def test_a_wrong_plan_is_told_what_is_wrong(change, message):
         ({"remat": [1, 2, 3]}, "remat has to name one policy, or one for each segment; it has 1"),
         ({"residency": "offloaded"}, "has residency 'offloaded'. Allowed: resident"),
         ({"seconds": [1]}, r"seconds has to be the seconds of F and of B, and is \[1\]"),
+        ({"seconds": [10**400, 1]}, "seconds has to be the seconds of F and of B, and is "),
+        ({"seconds": [True, 1]}, "seconds has to be the seconds of F and of B, and is "),
         ({"color": "red"}, r"members\[0\]: unknown key 'color'. Allowed: group, devices, axes, rows"),
     ],
 )
 def test_a_wrong_member_is_told_what_is_wrong(fields, message):
     with pytest.raises(UserError, match=message):
         Plan.from_json(edit(lambda d: d["stages"][0]["members"][0].update(fields)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "plan is not valid JSON: "),
+        ('{"global_batch": ' + "9" * 5000 + "}", "plan is not valid JSON: "),
+        ('{"schedule": "1f1b", "schedule": "gpipe"}', "key 'schedule' stands twice in one object"),
+    ],
+)
+def test_text_that_is_no_plan_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        Plan.from_json(text)
+
+
+def test_an_unknown_remat_policy_is_refused_before_anything_is_placed():
+    stage = Stage((0, 3), (member("a", range(4), remat="fulll"),))
+    with pytest.raises(UserError, match="The remat policy 'fulll' is unknown. Allowed: none, full, dots, "):
+        two_stages(stages=(stage, two_stages().stages[1])).check(PROGRAM)
 
 
 def test_rows_have_to_divide_by_the_shards():
