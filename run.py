@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,7 @@ from hetjax.cluster import Cluster
 from hetjax.config import Config, build_optimizer, load_config
 from hetjax.errors import UserError
 from hetjax.plan import Plan
+from hetjax.planner import predict
 from hetjax.program import Program
 from hetjax.program import trace as trace_program
 from hetjax.report import Display, show_summary, show_text
@@ -116,9 +119,7 @@ def train_command(
     text = data.load(config.data)
     show_text(console, str(text))
     program = trace(config, model_config)
-    if plan is None:
-        plan = plan_for(program, measured(cluster), config)
-    plan.check(program)
+    plan = plan_for(program, measured(cluster), config) if plan is None else predicted(program, plan)
     show_text(console, f"\n{plan}\n")
     trainer = Trainer(program, plan, optimizer, clip_norm=config.optimizer.clip_norm)
     job = train.Job(
@@ -133,22 +134,54 @@ def train_command(
         predicted_step_time_s=plan.predicted.get("step_time_s"),
         utilisation=utilisation(program, plan),
     )
-    state = train.restore(trainer, text, out_dir) if resume else trainer.init(seed=config.train.seed)
-    for line in changed:
-        show_text(console, f"changed since this run began: {line}")
-    if resume and state.step >= config.train.num_steps:
-        show_text(
-            console, f"{out_dir} has all {state.step} steps already. To train on, raise train.num_steps."
-        )
-        return
     with contextlib.closing(trainer):
-        run_job(job, state, plan, config, out_dir, console)
+        fresh = None if resume else trainer.init(seed=config.train.seed)
+        with claimed(out_dir, resume=resume):
+            state = train.restore(trainer, text, out_dir) if resume else fresh
+            for line in changed:
+                show_text(console, f"changed since this run began: {line}")
+            if resume and state.step >= config.train.num_steps:
+                done = f"{out_dir} has all {state.step} steps already. To train on, raise train.num_steps."
+                show_text(console, done)
+            else:
+                run_job(job, state, plan, config, out_dir, console)
+
+
+@contextlib.contextmanager
+def claimed(out_dir: Path, *, resume: bool) -> Iterator[None]:
+    """Create a run's directory if need be, and keep other processes out of it.
+
+    The lock is the system's: it goes with this process, however that ends.
+
+    Raises:
+        UserError: Another process trains there, or a run has begun there since this one looked.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out_dir, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            f"The output directory {out_dir} cannot be written to: {error}. Give another --out."
+        ) from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another process is training in {out_dir}. Wait until it ends, or give another --out."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        if not resume:
+            check_free(out_dir)
+        yield
+    finally:
+        os.close(lock)
 
 
 def run_job(job: train.Job, state: Any, plan: Plan, config: Config, out_dir: Path, console: Console) -> None:
-    """Create the output directory, train, and print the summary."""
+    """Train in a claimed directory, and print the summary."""
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / JOB_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         plan.save(out_dir / "plan.json")
     except OSError as error:
@@ -210,8 +243,7 @@ def plan_command(
             jax.config.update("jax_platforms", "cpu")
     cluster = cluster or Cluster.detect()
     program = trace(config, model_config)
-    plan = plan or plan_for(program, cluster, config)
-    plan.check(program)
+    plan = plan_for(program, cluster, config) if plan is None else predicted(program, plan)
     if as_json:
         print(plan.to_json())
     else:
@@ -262,6 +294,14 @@ def read_cluster(mesh: Path | None, plan_file: Path | None) -> tuple[Cluster | N
                 f"The plan {plan_file} is for cluster {plan.cluster.name!r} with groups {_groups(planned)}, "
                 f"and {mesh} has {_groups(shape)}. Leave out --mesh, or make a plan for that cluster."
             )
+        for group in cluster.groups:
+            for key in ("platform", "backend", "compute_dtype", "memory_gib"):
+                given, planned_for = getattr(group, key), getattr(plan.cluster.group(group.name), key)
+                if given != planned_for:
+                    raise UserError(
+                        f"The plan {plan_file} is for {key} = {planned_for} of group {group.name!r}, and "
+                        f"{mesh} has {given}. Leave out --mesh, or make a plan for that cluster."
+                    )
     return plan.cluster, plan
 
 
@@ -315,6 +355,12 @@ def plan_for(program: Program, cluster: Cluster, config: Config) -> Plan:
     )
 
 
+def predicted(program: Program, plan: Plan) -> Plan:
+    """Check a plan that was given, and predict it anew: a person may have edited it."""
+    plan.check(program)
+    return predict(program, plan)
+
+
 def utilisation(program: Program, plan: Plan) -> Callable[[float], float] | None:
     """Give model FLOPs utilisation as a function of the step time; None where a peak is not known."""
     used = {(m.group, d) for s in plan.stages for m in s.members for d in m.devices}
@@ -340,16 +386,31 @@ def choose_out_dir(out: Path | None, name: str, *, resume: bool) -> Path:
         chosen = out or (taken[-1] if taken else RUNS / name)
         if not finished_steps(chosen / train.CHECKPOINTS):
             raise UserError(
-                f"{chosen} holds no finished checkpoint to resume. Leave out --resume to begin a new run."
+                f"{chosen} holds no finished checkpoint to resume. Leave out --resume to begin a new run"
+                + (", and give another --out." if out is not None and out.exists() else ".")
             )
         return chosen
     if out is None:
         return RUNS / (name if not taken else f"{name}-{int(taken[-1].name.removeprefix(name)[1:] or 1) + 1}")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file. Give a directory.")
-    if (out / JOB_FILE).exists() or (out / train.CHECKPOINTS).exists():
-        raise UserError(f"{out} holds a run already. Add --resume to go on with it, or give another --out.")
+    check_free(out)
     return out
+
+
+def check_free(out_dir: Path) -> None:
+    """Refuse a directory that holds a run.
+
+    Raises:
+        UserError: It does; says whether that run can be resumed.
+    """
+    if not (out_dir / JOB_FILE).exists() and not (out_dir / train.CHECKPOINTS).exists():
+        return
+    if finished_steps(out_dir / train.CHECKPOINTS):
+        way_out = "holds a run already. Add --resume to go on with it, or give another --out."
+    else:
+        way_out = "holds a run that ended before its first checkpoint. Remove it, or give another --out."
+    raise UserError(f"{out_dir} {way_out}")
 
 
 def changes_since(out_dir: Path, config: Config) -> list[str]:
@@ -361,11 +422,14 @@ def changes_since(out_dir: Path, config: Config) -> list[str]:
     Raises:
         UserError: A key of [model] changed: the checkpoint is of another model.
     """
-    try:
-        before = json.loads((out_dir / JOB_FILE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return []
     now = json.loads(config.model_dump_json())
+    try:
+        written = Config.model_validate_json((out_dir / JOB_FILE).read_text(encoding="utf-8"))
+        before = json.loads(written.model_dump_json())
+        for job in (before, now):  # with what they leave to its default
+            job["model"] = models.parse(job["model"]).model_dump(mode="json")
+    except (OSError, ValueError):  # gone, or not a job of this version: the checkpoint's shapes decide
+        return []
 
     def differences(section: str) -> list[str]:
         a, b = before.get(section, {}), now[section]

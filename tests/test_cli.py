@@ -259,3 +259,64 @@ def test_a_run_ended_by_sigterm_resumes_under_another_plan_with_the_same_losses(
     assert status == 2 and "is of another model: model.num_heads = 2 then, 4 now." in err
     status, _, err = call(capfd, "train", "gpt_tiny", *common, "--plan", plan, "--out", "stopped")
     assert status == 2 and "stopped holds a run already. Add --resume" in err
+
+
+def test_a_second_process_in_the_same_directory_is_refused(here, capfd):
+    with run.claimed(here / "out", resume=False):
+        status, _, err = call(
+            capfd, "train", "gpt_tiny", "--mesh", "mesh.toml", "--out", "out", "--steps", 8, *settings(here)
+        )
+    assert status == 2
+    assert err == "Another process is training in out. Wait until it ends, or give another --out.\n"
+    assert list((here / "out").iterdir()) == []
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_not_offered_for_resuming(here, capfd):
+    (here / "out" / "checkpoints").mkdir(parents=True)
+    (here / "out" / "job.json").write_text("[]")
+    common = ["train", "gpt_tiny", "--mesh", "mesh.toml", "--out", "out", *settings(here)]
+    status, _, err = call(capfd, *common)
+    assert status == 2 and "out holds a run that ended before its first checkpoint. Remove it, or give" in err
+    status, _, err = call(capfd, *common, "--resume")
+    assert status == 2 and "Leave out --resume to begin a new run, and give another --out." in err
+
+
+@pytest.mark.parametrize("text", ["[]", '{"model": 3}', "{", '{"model": {"family": "gpt"}, "train": 3}'])
+def test_a_job_file_of_a_run_that_cannot_be_read_is_passed_over(here, text):
+    config = load_config(models.path("gpt_tiny"))
+    (here / "job.json").write_text(text)
+    assert run.changes_since(here, config) == []
+    (here / "job.json").write_bytes(b"\xff")
+    assert run.changes_since(here, config) == []
+
+
+def test_a_key_of_the_model_that_was_left_to_its_default_may_be_written_out_when_resuming(here):
+    path = models.path("gpt_tiny")
+    (here / "job.json").write_text(load_config(path).model_dump_json())
+    assert run.changes_since(here, load_config(path, ["model.tied=true", "train.num_steps=7"])) == [
+        "train.num_steps = 30 then, 7 now"
+    ]
+    with pytest.raises(
+        run.UserError, match="another model: model.tied = True then, False now. Set these back"
+    ):
+        run.changes_since(here, load_config(path, ["model.tied=false"]))
+
+
+def test_a_plan_for_other_figures_than_the_mesh_has_is_refused(here, capfd):
+    plan = two_stage_plan(here)
+    (here / "half.toml").write_text(MESH.replace('"cpu"', '"cpu"\ncompute_dtype = "bfloat16"', 1))
+    status, _, err = call(capfd, "plan", "gpt_tiny", "--plan", plan, "--mesh", "half.toml", *settings(here))
+    assert status == 2
+    assert "is for compute_dtype = None of group 'left', and half.toml has bfloat16. Leave out --mesh" in err
+
+
+def test_a_plan_that_was_edited_is_predicted_anew(here, capfd):
+    plan = two_stage_plan(here)
+    data = json.loads(plan.read_text())
+    data["predicted"] = {"step_time_s": 1e6, "binds": "nonsense"}
+    plan.write_text(json.dumps(data))
+    common = ["plan", "gpt_tiny", "--plan", plan, *settings(here, "data.global_batch=4")]
+    status, out, _ = call(capfd, *common, "--json")
+    predicted = json.loads(out)["predicted"]
+    assert status == 0 and predicted["step_time_s"] < 1 and predicted["binds"] != "nonsense"
+    assert set(predicted["groups"]) == {"left", "right"}

@@ -98,6 +98,20 @@ def make_plan(
     return plan
 
 
+def predict(program: ProgramLike, plan: Plan, costs: Costs | None = None) -> Plan:
+    """The same plan with figures of its own: those in a plan that was edited are another plan's.
+
+    Args:
+        program: What it places.
+        plan: A checked plan.
+        costs: Seconds of segments; analytic when None.
+    """
+    costs = costs or AnalyticCosts()
+    given = Candidate("as given", plan, simulate(plan, program, costs))
+    limit = compute_limit(program, plan.cluster, costs)
+    return dataclasses.replace(plan, predicted=predictions(given, [given], {}, limit, program))
+
+
 class _Search:
     """One search: its choices, and what it has found."""
 
