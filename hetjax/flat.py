@@ -179,7 +179,7 @@ def expose_pieces(
     """Turn `slice i of a stacked parameter` (what an unrolled scan reads) into a parameter of its own.
 
     A cast or a transposition between the parameter and the slice is moved behind the slice. A leaf that is
-    also read whole stays whole.
+    also read whole, or of which not every slice is taken, stays whole.
 
     Args:
         eqns: Equations in order.
@@ -190,6 +190,13 @@ def expose_pieces(
         The equations with the exposed slices in place, and the piece of each new parameter variable.
     """
     found = _find_slices(eqns, params)
+    taken: dict[Any, set[tuple[int, int]]] = {}
+    for root, axis, index, _ in found.values():
+        taken.setdefault(root, set()).add((axis, index))
+    stacks = {
+        v for v, t in taken.items() for a, _ in [min(t)] if t == {(a, i) for i in range(v.aval.shape[a])}
+    }
+    found = {v: f for v, f in found.items() if f[0] in stacks}
     _, read = jaxprs.prune(eqns, outvars, found)
     found = {v: f for v, f in found.items() if f[0] not in read}
     made: dict[Piece, Any] = {}

@@ -111,6 +111,7 @@ class Stack(nn.Module):
     rate: float = 0.0
     scan_axis: int | None = None
     reverse: bool = False
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x, still=True):
@@ -125,7 +126,7 @@ class Stack(nn.Module):
                 return Block(self.rate)(x, still), None
 
         scan = nn.scan(
-            Body,
+            nn.remat(Body, prevent_cse=False) if self.remat else Body,
             variable_axes={"params": self.scan_axis},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
@@ -305,7 +306,7 @@ def test_a_scan_with_a_cut_is_unrolled_and_each_segment_owns_its_slice(name):
         "reverse": lambda: lax_scanned(reverse=True),
         "cast": lambda: lax_scanned(cast=True),
         "linen": lambda: linen(scan_axis=0, cast=jnp.bfloat16),
-        "linen axis 1": lambda: linen(scan_axis=1, reverse=True),
+        "linen axis 1": lambda: linen(scan_axis=1, reverse=True, remat=True),
         "nnx": lambda: from_nnx(scanned=True),
     }[name]()
     assert program.num_segments == 5
@@ -330,6 +331,24 @@ def test_a_stack_that_is_also_read_whole_stays_whole():
     program = traced(loss, init)
     assert [p.axis for p in program.pieces] == [None]
     assert program.readers[program.pieces[0]] == [0, 1, 2, 3, 4]
+    check_gradients(program)
+
+
+def test_layers_that_a_python_loop_takes_from_a_stack_are_slices_too_and_some_rows_of_a_table_are_not():
+    def init(key):
+        w, square = jax.random.normal(key, (3, DIM, DIM)) / 3, jax.random.normal(key, (2, 2, DIM))
+        return {"w": w, "table": jnp.ones((50, DIM)), "square": square}
+
+    def loss(params, batch):
+        x = batch["x"] + params["table"][0][None]
+        for i in range(3):
+            x = hetjax.cut(jnp.tanh(x @ params["w"][i]))
+        rows, columns = (params["square"][i] for i in range(2)), jnp.moveaxis(params["square"], 1, 0)
+        return mse(x + sum(r.sum(axis=0) for r in rows)[None] + columns[1].sum(axis=0)[None], batch)
+
+    program = traced(loss, init)
+    names = [program.piece_name(p) for p in program.pieces]
+    assert names == ["square", "table", "w[0]", "w[1]", "w[2]"]
     check_gradients(program)
 
 

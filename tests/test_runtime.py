@@ -91,6 +91,17 @@ def test_arrays_of_jax_and_lists_of_them_are_batches_too(trainer):
     assert np.isfinite(trainer.step(trainer.init(seed=0), batch)[1]["loss"])
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}])
+def test_a_step_uses_the_old_state_up(options):
+    program = program_of("mlp")
+    trainer = hetjax.Trainer(program, halves(program), TX, **options)
+    old = trainer.init(seed=0)
+    trainer.step(old, specimen("mlp").batch)
+    trained = [a for p, a in old.masters.items() if program.trainable(p)]
+    matrices = [a for unit in old.optimizer for a in unit if a.ndim]
+    assert trained and all(a.is_deleted() for a in [*trained, *matrices])
+
+
 # ---- metrics ----
 
 

@@ -352,6 +352,27 @@ def partners(text):
         yield {frozenset(group) for group in ids.tolist()}
 
 
+def test_fused_neighbours_are_one_program():
+    program = deep(6, 8)
+    plan = plan_of(program, cluster_of([1]), [], [0], fuse=3)
+    trainer = hetjax.Trainer(program, plan, optax.sgd(1e-2))
+    assert [(u.unit.start, u.unit.stop) for u in trainer.placement.training[0, 0].units] == [
+        (0, 3),
+        (3, 6),
+        (6, 8),
+    ]
+
+
+def test_weights_are_cast_once_a_step_and_not_for_each_microbatch():
+    program = program_of("casts")
+    plan = plan_of(program, cluster_of([2], ["bfloat16"]), [], [[member(0, 0, 2, fsdp=2)]], microbatches=4)
+    calls = recorded(program, plan, features())
+    for name in ("forward", "backward"):
+        given = [args[0] for _, args, _ in calls[name] if args[0]]
+        assert len(given) == 4 * 3 and len({tuple(map(id, params)) for params in given}) == 3
+        assert {a.dtype for params in given for a in params} == {jnp.dtype("bfloat16")}
+
+
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"fsdp": 2}])
 def test_gradients_are_not_reduced_in_a_backward(axes):
     program = deep(2, 8)
