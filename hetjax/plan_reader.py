@@ -214,6 +214,13 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
                 f"{who} lists {len(member.remat)} remat policies for {stage.num_segments} segments. Give "
                 "one for each."
             )
+        fused = [set(member.remat[a : a + stage.fuse]) for a in range(0, stage.num_segments, stage.fuse)]
+        mixed = next((policies for policies in fused if len(policies) > 1), None)
+        if mixed:
+            raise UserError(
+                f"{who} has the remat policies {', '.join(sorted(mixed))} for segments that fuse = "
+                f"{stage.fuse} compiles as one. Give them one policy, or set fuse to 1."
+            )
         if member.residency not in RESIDENCIES:
             raise UserError(f"{who} has residency {member.residency!r}. Allowed: {', '.join(RESIDENCIES)}.")
     if expected != plan.microbatch_rows:

@@ -41,7 +41,7 @@ def edit(change):
 def test_a_plan_survives_the_way_through_json_and_a_file(tmp_path):
     plan = two_stages()
     assert Plan.from_json(plan.to_json()) == plan
-    timed = dataclasses.replace(plan.stages[0].members[0], seconds=(0.1, 0.2), remat=("none", "full", "dots"))
+    timed = dataclasses.replace(plan.stages[0].members[0], seconds=(0.1, 0.2), remat=("none", "none", "dots"))
     plan = dataclasses.replace(plan, stages=(Stage((0, 3), (timed,), fuse=2), plan.stages[1]))
     plan.save(tmp_path / "p.json")
     assert Plan.load(tmp_path / "p.json") == plan

@@ -1,6 +1,7 @@
 """A unit as functions: what it keeps, how products are merged, what is compiled and how often."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 
@@ -361,6 +362,23 @@ def test_fused_neighbours_are_one_program():
         (3, 6),
         (6, 8),
     ]
+
+
+def test_each_segment_of_a_stage_has_its_own_remat_policy_and_fused_ones_share_one():
+    program = deep(2, 8)
+    plan = plan_of(program, cluster_of([1]), [], [0])
+    (stage,) = plan.stages
+    policies = ("none", "full", "dots", "dots")
+
+    def remade(fuse):
+        mixed = dataclasses.replace(stage.members[0], remat=policies)
+        return dataclasses.replace(plan, stages=(dataclasses.replace(stage, members=(mixed,), fuse=fuse),))
+
+    trainer = hetjax.Trainer(program, remade(1), optax.sgd(1e-2))
+    units = trainer.placement.training[0, 0].units
+    assert tuple(u.functions.setting.remat for u in units) == policies
+    with pytest.raises(hetjax.UserError, match="remat policies full, none for segments that fuse = 2 comp"):
+        hetjax.Trainer(program, remade(2), optax.sgd(1e-2))
 
 
 def test_weights_are_cast_once_a_step_and_not_for_each_microbatch():
