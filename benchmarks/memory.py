@@ -171,7 +171,7 @@ def stated(program: Program, plan: Plan) -> dict[int, Memory]:
 def foreign_bytes(trainer: hetjax.Trainer, place: Place) -> int:
     """Bytes of the parameters that a place reads and another one owns (a tied table): copied once a step."""
     placement = trainer.placement
-    foreign = [p for p in placement.reads[place.index] if placement.owner_place[p] is not place]
+    foreign = [p for p in placement.reads(True)[place.index] if placement.owner_place[p] is not place]
     specs = [trainer.program.piece_spec(piece) for piece in foreign]
     return sum(spec.size * spec.dtype.itemsize for spec in specs)
 

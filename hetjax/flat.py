@@ -283,7 +283,9 @@ class Flat:
         self._roles |= {v: Data("rng") for v in inner.invars[num_params + num_batch :]}
         self._roles |= {v: Data("const", i) for i, v in enumerate(inner.constvars)}
         self.row_model = row_model
-        eqns, pieces = expose_pieces(inner.eqns, inner.outvars, params)
+        # What no result needs must not count as a reader of a value: no cotangent would ever come from it.
+        eqns, _ = jaxprs.prune(inner.eqns, inner.outvars)
+        eqns, pieces = expose_pieces(eqns, inner.outvars, params)
         eqns, cuts, outvars = _resolve_marks(eqns, inner.outvars)
         self._roles |= pieces
         self.eqns, self._slice = eqns, jaxprs.Slicer(eqns)
@@ -363,11 +365,13 @@ class Flat:
         roles = [*sources.values(), *(r for _, r in literals)]
         data += [v for v, _ in literals]
         key = jaxprs.equations_key(eqns, [*params, *inputs, *data], [*output_vars, *atoms])
+        drawn = self.random_rows(eqns)
         traits = (
             [self._frozen[p.leaf] for p in pieces.values()],
             [str(self.values[i].follows) for i in [*(self._value_ids[v] for v in inputs), *outputs]],
             [r.kind for r in roles],
             results,
+            [str(drawn.get(v)) for e in eqns if e.primitive.name.startswith(_DRAWS) for v in e.outvars],
         )
         return Unit(
             start,
@@ -386,11 +390,11 @@ class Flat:
             jaxprs.text_key(key, traits),
         )
 
-    def random_rows(self, unit: Unit) -> dict[Any, row_analysis.RowDim]:
-        """The variables of a unit that hold random draws with a row dim, each with that dim."""
+    def random_rows(self, eqns: Sequence[Any]) -> dict[Any, row_analysis.RowDim]:
+        """The variables among some equations that hold random draws with a row dim, each with that dim."""
         if self.row_model is None:
             return {}
-        made = {v for e in unit.eqns for v in e.outvars}
+        made = {v for e in eqns for v in e.outvars}
         draws = [e for e in self.eqns if e.primitive.name.startswith(_DRAWS)]
         return {
             draws[i].outvars[0]: d for i, d in self.row_model.draws.items() if draws[i].outvars[0] in made

@@ -296,6 +296,8 @@ _RULES = ("fwd", "bwd", "jvp", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_th
 
 
 def _digest_array(value: Any) -> str:
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"{value.dtype}{_digest_array(jax.random.key_data(value))}"
     array = np.asarray(value)
     if array.size <= 16:
         return f"{array.dtype}{array.shape}{array.tolist()}"
@@ -334,6 +336,8 @@ def _param_key(value: Any, rules: bool) -> str:
         return canonical_key(value, rules)
     if isinstance(value, tuple | list):
         return "(" + ",".join(_param_key(v, rules) for v in value) + ")"
+    if isinstance(value, Mapping):  # repr shortens large arrays
+        return "{" + ",".join(f"{k!r}:{_param_key(v, rules)}" for k, v in value.items()) + "}"
     if isinstance(value, np.ndarray | jax.Array):
         return _digest_array(value)
     if callable(value) and not isinstance(value, type):
@@ -352,7 +356,7 @@ def _function_key(function: Any, rules: bool) -> str:
         held = [getattr(function, f.name) for f in dataclasses.fields(function)]
     elif hasattr(function, "__code__") and not hasattr(function, "__self__"):
         cells = [c.cell_contents for c in function.__closure__ or ()]
-        held = (id(function.__code__), function.__defaults__, *cells)
+        held = (id(function.__code__), function.__defaults__, function.__kwdefaults__, *cells)
     elif hasattr(function, "__self__"):
         return f"{function.__qualname__}@{id(function.__self__)}"
     else:

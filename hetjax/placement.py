@@ -112,6 +112,7 @@ class Placement:
         self.places: list[Place] = []
         self._place_of: dict[Any, Place] = {}
         self._constants: dict[Any, jax.Array] = {}
+        self._reads: dict[bool, dict[int, dict[Piece, None]]] = {}
         self.stage_of_segment = stage_of_segment(plan)
         self.members = {
             (s, k): self._place(member)
@@ -171,6 +172,16 @@ class Placement:
         if not hasattr(self, "_evaluation"):
             self._evaluation = self._runs(training=False)
         return self._evaluation
+
+    def reads(self, training: bool) -> dict[int, dict[Piece, None]]:
+        """For each place, the pieces that it computes with; evaluation may read others than training."""
+        if training not in self._reads:
+            found: dict[int, dict[Piece, None]] = {p.index: {} for p in self.places}
+            for run in (self.training if training else self.evaluation_runs()).values():
+                for unit_run in run.units:
+                    found[run.place.index] |= dict.fromkeys(unit_run.unit.params)
+            self._reads[training] = found
+        return self._reads[training]
 
     def _member_run(self, s: int, k: int, member: Member, training: bool) -> MemberRun:
         place, stage = self.members[s, k], self.plan.stages[s]
@@ -252,16 +263,12 @@ class Placement:
     # ---- parameters ----
 
     def _own(self) -> None:
-        """Decide where each piece's master lives and which places read it."""
+        """Decide where each piece's master lives."""
         self.owner_place: dict[Piece, Place] = {}
         self.owner_segment: dict[Piece, int] = {}
-        self.reads: dict[int, dict[Piece, None]] = {p.index: {} for p in self.places}
         for piece in self.program.pieces:
             self.owner_segment[piece] = self.program.owner(piece)
             self.owner_place[piece] = self.members[self.stage_of_segment[self.owner_segment[piece]], 0]
-        for run in self.training.values():
-            for unit_run in run.units:
-                self.reads[run.place.index] |= dict.fromkeys(unit_run.unit.params)
 
     def piece_names(self, piece: Piece) -> tuple[str | None, ...]:
         """Logical axis names of a piece's dims."""

@@ -81,7 +81,8 @@ class Mailbox:
                 if self._error is not None:
                     raise RuntimeError("another dispatching thread of this step failed") from self._error
                 self._condition.wait()
-            return [arrived(v) for v in self._boxes[to].pop(value_id)]
+            found = self._boxes[to].pop(value_id)
+        return [arrived(v) for v in found]  # unlocked: other threads deliver while this one waits
 
 
 class Step:

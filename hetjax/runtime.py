@@ -130,6 +130,8 @@ class Trainer:
             UserError: The plan does not fit the program or the devices, or `tx` needs the whole parameter
                 tree.
         """
+        if clip_norm is not None and not 0 < clip_norm < np.inf:
+            raise UserError(f"clip_norm is {clip_norm}. Give a positive number, or None not to clip.")
         plan.check(program)
         self.program, self.plan, self.clip_norm = program, plan, clip_norm
         self.optimizer = Pieces(program, tx)
@@ -166,6 +168,7 @@ class Trainer:
 
     def params(self, state: TrainState) -> Any:
         """All parameters as host arrays, in the structure that `init_fn` returns."""
+        self._check_state(state)
         return canonical.host_tree(self.program, state.masters)
 
     def export(self, state: TrainState) -> dict[str, Any]:
@@ -175,6 +178,7 @@ class Trainer:
             `params` and `opt_state`: arrays by path, as in the user's tree and in plain `tx.init(params)`;
             `step`, `seed`; and `loss_scale`, a pair of numbers or None.
         """
+        self._check_state(state)
         return {
             "params": canonical.export_params(self.program, state.masters),
             "opt_state": canonical.export_optimizer(self.optimizer, self._units, state.optimizer),
@@ -206,6 +210,19 @@ class Trainer:
 
     # ---- stepping ----
 
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse a state whose arrays a step has used up, or of other parameters than this trainer's."""
+        if len(state.masters) != len(self.placement.owner_place):
+            raise UserError(
+                "The state is not of this program. Give one of this trainer's init, step or import_."
+            )
+        for unit in self._units[:1]:
+            if any(state.masters[piece].is_deleted() for piece in unit.pieces[:1]):
+                raise UserError(
+                    f"The state after {state.step} steps was used up by the step that followed. Keep only "
+                    "the state that Trainer.step returned last; Trainer.export copies one."
+                )
+
     def _host_batch(self, batch: Any, *, exact: bool) -> list[np.ndarray]:
         leaves, treedef = jax.tree.flatten(batch)
         if treedef != self.program.batch_treedef:
@@ -231,12 +248,12 @@ class Trainer:
             raise UserError(f"The leaves of the batch have {sorted(rows)} rows. Give {wanted} in every leaf.")
         return arrays
 
-    def _gather(self, masters: Mapping[Piece, jax.Array]) -> dict[int, dict[Piece, Any]]:
+    def _gather(self, masters: Mapping[Piece, jax.Array], training: bool) -> dict[int, dict[Piece, Any]]:
         """For each place, the pieces that it computes with: in its dtype and layout, once a step."""
         out: dict[int, dict[Piece, Any]] = {}
         for place in self.placement.places:
             here: dict[Piece, Any] = {}
-            for piece in self.placement.reads[place.index]:
+            for piece in self.placement.reads(training)[place.index]:
                 owner, master = self.placement.owner_place[piece], masters[piece]
                 layout = self.placement.compute_sharding(piece, place)
                 dtype = self.placement.compute_dtype(piece, place)
@@ -262,6 +279,7 @@ class Trainer:
         watcher: Watcher | None = None,
     ) -> tuple[Step, dict[str, list[tuple[Any, Any]]], list[tuple[Place, jax.Array]]]:
         """Forward (and backward). Returns the step, (total, weight) by metric, loss weights by place."""
+        self._check_state(state)
         places = self.placement.places
         scale = self._everywhere(state.scale[0], self._home, places) if state.scale and training else None
         step = Step(
@@ -269,7 +287,7 @@ class Trainer:
             self.schedule,
             self.carrier,
             batch,
-            self._gather(state.masters),
+            self._gather(state.masters, training),
             training=training,
             key=(state.seed, state.step),
             seed_scale=scale,

@@ -130,7 +130,7 @@ class UnitFunction:
         self.moving_outputs = [i for i in range(len(unit.outputs)) if floating[num_inputs + i]]
         self.makes_loss = "loss.total" in unit.results
         self._policy = checkpoint_policy(setting.remat)
-        self._random = flat.random_rows(unit) if setting.microbatch_rows else {}
+        self._random = flat.random_rows(unit.eqns) if setting.microbatch_rows else {}
         self._pull_treedef: Any = None
         self.specs = (
             [flat.piece_spec(v) for v in unit.param_vars],

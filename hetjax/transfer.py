@@ -76,15 +76,13 @@ class Carrier:
     """Moves values between the submeshes of this process."""
 
     def __init__(self) -> None:
-        """Start without workers; they come with the first transfer between two clients."""
-        self._workers: concurrent.futures.ThreadPoolExecutor | None = None
+        """Start; threads come with the first transfers between two clients."""
+        self._workers = concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="hetjax-transfer")
         self.num_bytes = 0
 
     def close(self) -> None:
         """Let the worker threads end."""
-        if self._workers:
-            self._workers.shutdown(wait=True)
-            self._workers = None
+        self._workers.shutdown(wait=True)
 
     def _put(self, x: Any, target: Any, *, crosses: bool, finish: Callable[[Any], Any] | None = None) -> Any:
         """`device_put`, on a worker thread where it would block; returns an array or a future of one."""
@@ -92,8 +90,6 @@ class Carrier:
         finish = finish or (lambda y: y)
         if not crosses:
             return finish(jax.device_put(x, target))
-        if self._workers is None:
-            self._workers = concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="hetjax-transfer")
         return self._workers.submit(lambda: finish(jax.device_put(x, target)))
 
     def move(self, sources: Sequence[tuple[jax.Array, Layout]], to: Layout, dtype: str) -> Any:
@@ -110,6 +106,11 @@ class Carrier:
         Returns:
             The array on `to.submesh`, or a future of it between two clients.
         """
+        # XLA may leave a value divided over tp; what is sent has to be whole.
+        sources = [
+            (x if x.sharding.is_equivalent_to(lay.sharding, x.ndim) else relayout(lay.sharding)(x), lay)
+            for x, lay in sources
+        ]
         target = jnp.dtype(dtype)
         sources = [(cast(x, dtype) if target.itemsize < x.dtype.itemsize else x, lay) for x, lay in sources]
         crosses = any(lay.submesh.client is not to.submesh.client for _, lay in sources)
