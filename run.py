@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,7 +135,7 @@ def train_command(
         utilisation=utilisation(program, plan),
     )
     with contextlib.closing(trainer):
-        fresh = None if resume else trainer.init(seed=config.train.seed)
+        fresh: Any = None if resume else trainer.init(seed=config.train.seed)
         with claimed(out_dir, resume=resume):
             state = train.restore(trainer, text, out_dir) if resume else fresh
             for line in changed:
@@ -148,7 +148,7 @@ def train_command(
 
 
 @contextlib.contextmanager
-def claimed(out_dir: Path, *, resume: bool) -> Iterator[None]:
+def claimed(out_dir: Path, *, resume: bool) -> Generator[None]:
     """Create a run's directory if need be, and keep other processes out of it.
 
     The lock is the system's: it goes with this process, however that ends.

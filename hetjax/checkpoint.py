@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import sys
 import threading
 import zlib
 from collections.abc import Generator, Mapping
@@ -138,13 +139,18 @@ class Checkpointer:
 def quiet_background_errors() -> None:
     """Keep orbax's threads from printing tracebacks: `Checkpointer` reports their errors in a sentence."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    shown = threading.excepthook
+    shown, printed = threading.excepthook, sys.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
         if not type(args.thread).__module__.startswith("orbax"):
             shown(args)
 
-    threading.excepthook = hook
+    def late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # threads of the storage layer that report to an event loop which a failed write has closed
+        if str(error) != "Event loop is closed" or threading.current_thread() is threading.main_thread():
+            printed(kind, error, trace)
+
+    threading.excepthook, sys.excepthook = hook, late
 
 
 def finished_steps(directory: Path) -> list[int]:

@@ -139,6 +139,12 @@ class Program:
     ) -> None:
         """See `trace`."""
         self.loss_fn, self.init_fn, self.eval_loss_fn = loss_fn, init_fn, eval_loss_fn or loss_fn
+        wrong = [s for s in jax.tree.leaves(batch_spec) if not (hasattr(s, "shape") and hasattr(s, "dtype"))]
+        if wrong:
+            raise UserError(
+                f"batch_spec holds {wrong[0]!r}. Each of its leaves has to be a jax.ShapeDtypeStruct or an "
+                "array."
+            )
         self.batch_spec = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), batch_spec)
         self.batch_leaves, self.batch_treedef = jax.tree.flatten(self.batch_spec)
         self.global_batch = self._leading_rows()
@@ -152,6 +158,12 @@ class Program:
                 "init_fn has to return a pytree of arrays, each under a path of its own; it returned "
                 f"{len(with_path)} arrays under {len(set(self.leaf_paths))} paths."
             )
+        for path, leaf in zip(self.leaf_paths, self.leaf_specs, strict=True):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise UserError(
+                    f"Parameter {path!r} is {leaf.dtype}, which hetjax does not train. Hold its real and "
+                    "imaginary parts as two real parameters."
+                )
         self._kinds = modelstate.leaf_kinds(self.params_spec, self.leaf_paths)
         self.frozen = [
             kind != "param" or not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(frozen and frozen(path))
@@ -215,7 +227,7 @@ class Program:
 
     def _leading_rows(self) -> int:
         sizes = {leaf.shape[0] for leaf in self.batch_leaves if leaf.shape}
-        if len(sizes) != 1:
+        if len(sizes) != 1 or 0 in sizes:
             raise UserError(
                 f"The leaves of batch_spec lead with {sorted(sizes)} rows. Every leaf has to lead with the "
                 "same number of rows, the global batch; scalars may be among them."

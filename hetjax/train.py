@@ -29,6 +29,7 @@ NUM_AHEAD = 2
 _FIRST_TIMED_STEP = 3
 # A loss scale halves at every overflow: by then it has shrunk by 2**40, and overflow is not the cause.
 _MAX_SKIPPED_STEPS = 40
+_RATES_AT_ONCE = 1000
 _NON_FINITE_HELP = (
     "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.clip_norm; go on with "
     "--resume or begin anew."
@@ -200,7 +201,7 @@ class Loop:
         """
         first = int(state.step)
         self._begun_s = time.perf_counter()
-        self._rates = self._learning_rates()
+        self._rates: tuple[int, np.ndarray] | None = None
         settings = self._job.settings
         resumed = first if first else None
         with (
@@ -260,8 +261,8 @@ class Loop:
         step_s = self._clock.recent_s
         rate = self._job.num_tokens_per_step / step_s if step_s else None
         record: dict[str, float | None] = dict(values)
-        if self._rates is not None:
-            record["learning_rate"] = float(self._rates[step - 1])
+        if self._job.learning_rate is not None:
+            record["learning_rate"] = self._rate(self._job.learning_rate, step)
         record |= {"tokens_per_s": rate, "elapsed_s": time.perf_counter() - self._begun_s}
         self._held = (step, record)
         self._display.step(step, values, rate, step_s)
@@ -336,15 +337,16 @@ class Loop:
         steps = self._saver.steps()
         return f"The checkpoint of step {steps[-1]} is kept." if steps else "No checkpoint had been written."
 
-    def _learning_rates(self) -> np.ndarray | None:
-        """Evaluate the schedule for all steps at once: one call instead of one a step."""
-        if self._job.learning_rate is None:
-            return None
+    def _rate(self, schedule: Callable[[Any], Any], step: int) -> float:
+        """Evaluate the schedule, for many steps at once: one call instead of one a step."""
         import jax
 
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            steps = np.arange(self._job.settings.num_steps, dtype=np.int32)
-            return np.asarray(jax.jit(jax.vmap(self._job.learning_rate))(steps))
+        block, place = divmod(step - 1, _RATES_AT_ONCE)
+        if self._rates is None or self._rates[0] != block:
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                steps = np.arange(block * _RATES_AT_ONCE, (block + 1) * _RATES_AT_ONCE, dtype=np.int32)
+                self._rates = block, np.asarray(jax.jit(jax.vmap(schedule))(steps))
+        return float(self._rates[1][place])
 
     def _summary(self, first: int, last: int, wall_s: float) -> Summary:
         step_s = self._clock.mean_s
