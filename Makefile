@@ -1,6 +1,6 @@
 # From a fresh clone with only make and Python >= 3.11. Each target first brings .venv in line with requirements.lock.
 #   make PYTHON=/path/to/python ...   another interpreter
-#   make train ARGS="--set train.num_steps=20"   arguments for run.py; for make test: arguments for pytest
+#   make train ARGS="--steps 40"   arguments for run.py; for make test: arguments for pytest
 
 PYTHON ?=
 VENV ?= .venv
@@ -14,7 +14,7 @@ export PYTHON VENV
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train   train the small GPT on two groups of CPU devices (MODEL=, MESH=, ARGS=)"
+	@echo "make train   train the small GPT on two groups of CPU devices (MODEL=, MESH=, ARGS='--steps 40')"
 	@echo "make test    run the tests (ARGS= goes to pytest)"
 	@echo "make lint    ruff, ruff format and pyrefly"
 	@echo "make setup   only create or refresh $(VENV) from requirements.lock (PYTHON=, VENV=)"
