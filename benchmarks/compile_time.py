@@ -1,7 +1,7 @@
 """How long the first step takes, and how that grows with depth: `ratio` = many layers / few layers.
 
 Counted from a loaded process on: building the model, tracing, placing, initialising, and the first step, in
-which the stages are compiled. Each measurement is a fresh process without a compilation cache; depths take turns.
+which the stages are compiled. Each measurement is a fresh process without a compilation cache, in turns.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ class Gate:
         A program on one device with a callback runs within the call that dispatches it, so there a second
         device takes part.
         """
+        assert isinstance(x.sharding, NamedSharding)
         mesh, spec = x.sharding.mesh, x.sharding.spec
-        alone = mesh.size == 1
+        alone, own = mesh.size == 1, mesh.devices.flat[0]
         if alone:
-            own = mesh.devices.flat[0]
             other = next(d for d in own.client.local_devices() if d != own)
             mesh, spec = Mesh(np.array([own, other]), ("both",)), P()
         spread = jax.device_put(np.asarray(x), NamedSharding(mesh, spec))

@@ -56,7 +56,8 @@ def plan_of(
     stages = []
     for start, stop, own in zip([0, *borders], [*borders, count], members, strict=True):
         own = [member(own, 0, rows)] if isinstance(own, int) else own
-        made = [Member(**(m | {"remat": (m["remat"],) * (stop - start)})) for m in own]
+        repeated: list[dict[str, Any]] = [m | {"remat": (m["remat"],) * (stop - start)} for m in own]
+        made = [Member(**m) for m in repeated]
         stages.append(Stage((start, stop), tuple(made), fuse))
     return Plan(
         cluster, program.fingerprint, count, program.global_batch, microbatches, schedule, tuple(stages)

@@ -278,7 +278,7 @@ def test_the_loss_scale_grows_after_good_steps_and_does_not_show_in_gradients():
     scale = hetjax.LossScale(initial=256.0, growth_interval=2)
     trainer = trainer_of(optax.sgd(1e-2), ("float16", "float16"), loss_scale=scale)
     state = trainer.init(seed=0)
-    found = []
+    found, metrics = [], {}
     for batch in (*BATCHES, *BATCHES):
         state, metrics = trainer.step(state, batch)
         found.append(trainer.export(state)["loss_scale"])

@@ -86,7 +86,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}])
 @pytest.mark.parametrize("middle", [8, 4, 2])
-def test_a_value_divided_over_tp_crosses_to_any_rows(axes: dict[str, int], middle: int) -> None:
+def test_a_value_divided_over_tp_crosses_to_any_rows(axes: dict[str, Any], middle: int) -> None:
     def loss(params: Any, batch: Any) -> hetjax.Mean:
         out: Any = Wide().apply(params, batch["x"])
         return hetjax.Mean(jnp.sum(out**2), jnp.float32(out.shape[0]))
@@ -95,7 +95,10 @@ def test_a_value_divided_over_tp_crosses_to_any_rows(axes: dict[str, int], middl
     readers = [plans.member(1, 0, middle, tp=2)]
     readers += [plans.member(2, middle, 8, dp=2)] if middle < 8 else []
     plan = plans.plan_of(
-        program, plans.cluster_of([4, 2, 2]), [1], [[plans.member(0, 0, 8, **axes)], readers]
+        program,
+        plans.cluster_of([4, 2, 2]),
+        [1],
+        [[plans.member(0, 0, 8, **axes)], readers],
     )
     trainer = hetjax.Trainer(program, plan, optax.sgd(0.1))
     state = trainer.init(seed=0)

@@ -173,7 +173,7 @@ class Layers(nnx.Module):
             return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
                 self.layers, x
             )
-        for layer in self.layers:
+        for layer in self.layers:  # pyrefly: ignore[not-iterable]
             x = layer(x)
         return x
 
@@ -344,7 +344,8 @@ def test_layers_that_a_python_loop_takes_from_a_stack_are_slices_too_and_some_ro
         for i in range(3):
             x = hetjax.cut(jnp.tanh(x @ params["w"][i]))
         rows, columns = (params["square"][i] for i in range(2)), jnp.moveaxis(params["square"], 1, 0)
-        return mse(x + sum(r.sum(axis=0) for r in rows)[None] + columns[1].sum(axis=0)[None], batch)
+        first, second = (r.sum(axis=0) for r in rows)
+        return mse(x + (first + second)[None] + columns[1].sum(axis=0)[None], batch)
 
     program = traced(loss, init)
     names = [program.piece_name(p) for p in program.pieces]
@@ -609,7 +610,7 @@ def test_rows_whole_is_obeyed_by_the_trainer():
 
 def test_an_unknown_rows_mode_is_told_what_is_allowed():
     with pytest.raises(hetjax.UserError, match=r"rows is 'parts'. Allowed: 'auto', 'split', 'whole'"):
-        hetjax.trace.__wrapped__(contrastive, weights, SPEC, rows="parts")
+        hetjax.trace.__wrapped__(contrastive, weights, SPEC, rows="parts")  # pyrefly: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize(
@@ -790,7 +791,8 @@ def test_the_fingerprint_follows_the_model_and_not_the_batch():
 def test_evaluation_without_dropout_has_the_segments_of_training():
     program = linen(rate=0.3)
     assert program.flat(4, None, False).num_segments == program.num_segments
-    assert not program.flat(4, None, False).row_model.draws and program.main.row_model.draws
+    models = program.flat(4, None, False).row_model, program.main.row_model
+    assert models[0] and models[1] and not models[0].draws and models[1].draws
 
 
 def test_a_segment_that_only_exists_in_training_is_refused_in_evaluation():

@@ -62,7 +62,7 @@ def frozen_mask(name: str) -> list[bool]:
 
 
 @functools.cache
-def reference(name: str, num_microbatches: int) -> tuple[Any, list, list]:
+def reference(name: str, num_microbatches: int) -> tuple[Any, Any, list]:
     """(initial parameters, (loss, gradients) of the first step, parameters after STEPS steps of plain
     optax)."""
     case = specimen(name)
@@ -80,7 +80,7 @@ def reference(name: str, num_microbatches: int) -> tuple[Any, list, list]:
         first = first or (float(value), [np.asarray(g) for g in grads])
         updates, state = TX.update([grads[i] for i in trained], state, [leaves[i] for i in trained])
         new = optax.apply_updates([leaves[i] for i in trained], updates)
-        for i, leaf in zip(trained, new, strict=True):
+        for i, leaf in zip(trained, jax.tree.leaves(new), strict=True):
             leaves[i] = leaf
     return start, first, [np.asarray(a) for a in leaves]
 
@@ -175,6 +175,7 @@ def check_plan(name: str, plan: Plan, tolerance: float, *, steps: bool) -> None:
     mine, theirs = zip(*[(a, b) for a, b, t in pairs if t], strict=True)
     assert distance(mine, theirs) < tolerance
     if steps:
+        metrics = {}
         for _ in range(STEPS):
             state, metrics = trainer.step(state, case.batch)
         assert math.isfinite(metrics["loss"])

@@ -228,6 +228,7 @@ def test_another_loss_may_be_evaluated():
 
 
 def after(trainer, state, name, steps=2):
+    metrics = {}
     for _ in range(steps):
         state, metrics = trainer.step(state, specimen(name).batch)
     return state, metrics["loss"]
@@ -356,7 +357,7 @@ def test_an_nnx_state_with_keys_and_counters_comes_back_ready_for_merge():
     state, _ = after(trainer, trainer.init(seed=0), "mlp")
     model = nnx.merge(graphdef, trainer.params(trainer.import_(trainer.export(state))))
     fresh = Dropping(nnx.Rngs(jax.random.key(0)))
-    assert model.dropout.rngs.key[...] == fresh.dropout.rngs.key[...]
+    assert model.dropout.rngs.key[...] == fresh.dropout.rngs.key[...]  # pyrefly: ignore[missing-attribute]
     assert not equal(model.first.kernel[...], fresh.first.kernel[...])
     model.eval()
     got = trainer.evaluate(state, batch)["loss"]
@@ -374,7 +375,7 @@ def test_running_statistics_are_carried_unchanged_in_the_tree_of_linen():
 
     def init(key):
         variables = model.init(key, jnp.zeros((1, 8)))
-        return variables | {"batch_stats": jax.tree.map(lambda a: a + 0.5, variables["batch_stats"])}
+        return dict(variables) | {"batch_stats": jax.tree.map(lambda a: a + 0.5, variables["batch_stats"])}
 
     program = hetjax.trace(
         lambda p, b: jnp.square(model.apply(p, b["x"]) - b["y"]).mean(), init, spec_of(batch)

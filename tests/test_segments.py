@@ -222,9 +222,9 @@ def compilations():
     """A list that gets an entry for each program that XLA compiles meanwhile."""
     seen, on = [], [True]
 
-    def listen(event, duration, **_):
+    def listen(event, duration_secs, **_):
         if on[0] and event.endswith("backend_compile_duration"):
-            seen.append(duration)
+            seen.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
@@ -250,7 +250,7 @@ def deep(num_layers, dim):
 
 def run(program, plan, dim, steps=1):
     trainer = hetjax.Trainer(program, plan, optax.adam(1e-3))
-    state = trainer.init(seed=0)
+    state, metrics = trainer.init(seed=0), {}
     for _ in range(steps):
         state, metrics = trainer.step(state, features(dim=dim))
     return trainer, metrics["loss"]
@@ -338,6 +338,7 @@ def partners(text):
         if not COLLECTIVE.search(line):
             continue
         found = re.search(r"replica_groups=(\S+)( \{[^}]*\})?", line)
+        assert found, f"a collective without replica_groups: {line}"
         numbers = [list(map(int, part.split(","))) for part in re.findall(r"[\d,]*\d", found[1])]
         if found[1].startswith("mesh"):
             names = re.findall(r"'(\w+)'=(\d+)", found[1])

@@ -37,7 +37,7 @@ class LinenLayer(nn.Module):
     def __call__(self, x):
         box = nn.with_logical_partitioning if self.boxed else lambda init, _: init
         kernel = self.param("kernel", box(nn.initializers.normal(), ("embed", "mlp")), (4, 6))
-        return x @ kernel + self.param("bias", box(nn.initializers.zeros, ("mlp",)), (6,))[None]
+        return x @ kernel + self.param("bias", box(nn.initializers.zeros, ("mlp",)), (6,))[None]  # pyrefly: ignore[bad-index]
 
 
 class NNXLayer(nnx.Module):

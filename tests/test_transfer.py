@@ -74,7 +74,7 @@ def test_a_move_returns_before_the_value_is_computed_and_brings_it_exactly(name,
     values, gate, carrier = whole(12, dtype=jnp.dtype(dtypes[0])), Gate(), Carrier()
     held = [(gate.hold(place(values, lay)), lay) for lay in sources]
     moved = carrier.move(held, to, dtypes[1])
-    assert not moved.is_ready() and not any(x.is_ready() for x, _ in held)
+    assert not moved.is_ready() and not any(x.is_ready() for x, _ in held)  # pyrefly: ignore[missing-attribute]
     gate.open()
     assert moved.sharding == to.sharding and moved.dtype == dtypes[1]
     assert equal(moved, own(values, to).astype(dtypes[1]))
