@@ -209,7 +209,7 @@ def without_branches(closed: Any) -> Any:
 
     def choose(eqn: Any, args: Sequence[Any]) -> list[Any]:
         index, *operands = args
-        results = [call(branch, operands, {"cond": choose}) for branch in eqn.params["branches"]]
+        results = [call(inline(branch), operands, {"cond": choose}) for branch in eqn.params["branches"]]
         return [jax.lax.select_n(index, *column) for column in zip(*results, strict=True)]
 
     inner, _ = open_jaxpr(closed)
