@@ -109,7 +109,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            with self._reporting("checkpoint in the background"):  # orbax raises here what it raised before
+                self._manager.close()
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -138,19 +139,20 @@ class Checkpointer:
 
 def quiet_background_errors() -> None:
     """Keep orbax's threads from printing tracebacks: `Checkpointer` reports their errors in a sentence."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    shown, printed = threading.excepthook, sys.excepthook
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    shown, told = threading.excepthook, sys.unraisablehook
 
     def hook(args: threading.ExceptHookArgs) -> None:
         if not type(args.thread).__module__.startswith("orbax"):
             shown(args)
 
-    def late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        # threads of the storage layer that report to an event loop which a failed write has closed
-        if str(error) != "Event loop is closed" or threading.current_thread() is threading.main_thread():
-            printed(kind, error, trace)
+    def late(unraisable: sys.UnraisableHookArgs) -> None:
+        # the storage layer's threads report to an event loop that a failed write has closed
+        if str(unraisable.exc_value) != "Event loop is closed":
+            told(unraisable)
 
-    threading.excepthook, sys.excepthook = hook, late
+    threading.excepthook, sys.unraisablehook = hook, late
 
 
 def finished_steps(directory: Path) -> list[int]:

@@ -4,6 +4,9 @@ import gc
 import json
 import resource
 import signal
+import sys
+import threading
+import types
 
 import flax.linen as nn
 import jax
@@ -13,7 +16,15 @@ import optax
 import pytest
 
 from hetjax import checkpoint
-from hetjax.checkpoint import Checkpointer, CheckpointError, check_layout, fill, load, nest
+from hetjax.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    check_layout,
+    fill,
+    load,
+    nest,
+    quiet_background_errors,
+)
 from hetjax.errors import UserError
 from hetjax.program import path_string
 
@@ -236,3 +247,25 @@ def test_parameters_that_are_not_finite_are_noticed():
     assert checkpoint.all_finite(state)
     state["params"]["dense/bias"][3] = np.nan
     assert not checkpoint.all_finite(state)
+
+
+def test_what_the_storage_layer_raises_when_it_closes_is_a_checkpoint_error_too(tmp_path, monkeypatch):
+    def full():
+        raise OSError(28, "No space left on device")
+
+    saver = Checkpointer(tmp_path / "c")
+    close = saver._manager.close
+    monkeypatch.setattr(saver._manager, "close", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device. There is no earlier checkpoint."):
+        saver.close()
+    close()
+
+
+def test_only_late_reports_to_a_closed_loop_are_kept_from_the_terminal(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    quiet_background_errors()
+    for text in ("Event loop is closed", "another"):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+    assert told == ["another"]
