@@ -60,8 +60,8 @@ class Stage:
     Attributes:
         segments: Start and stop in model order.
         members: Who runs them; their rows partition the microbatch in order.
-        fuse: How many neighbouring segments are compiled as one program, with the remat policy of the first;
-            more than the stage holds means all of them.
+        fuse: How many neighbouring segments are compiled as one program, under one remat policy; more
+            than the stage holds means all of them.
     """
 
     segments: tuple[int, int]
