@@ -180,6 +180,9 @@ def inline(closed: Any) -> Any:
         folded = _fold(eqn, args)
         if folded is not None:
             return [folded]
+        if name == "unstack":  # as before jax 0.12: slices, of which each reader needs its own alone
+            axis = eqn.params["axis"]
+            return [jax.lax.index_in_dim(args[0], i, axis, keepdims=False) for i in range(len(eqn.outvars))]
         marked = holds_cut(eqn)
         if name in _INLINED or (marked and name in _INLINED_WITH_MARK):
             return run(next(inner_jaxprs(eqn)), args)

@@ -236,9 +236,24 @@ def saving(name):
     return jax.checkpoint(jnp.tanh, policy=jax.checkpoint_policies.save_only_these_names(name))
 
 
+def keys_split_at_the_top():
+    def loss(params, batch, rng):
+        x = hetjax.cut(batch["x"] @ params[0])
+        keys = [None] * 3 if rng is None else jax.random.split(rng, 3)
+        for w, key in zip(params[1:], keys, strict=True):
+            x = jnp.tanh(x @ w)
+            if key is not None:
+                x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0.0)
+            x = hetjax.cut(x)
+        return mse(x, batch)
+
+    return traced(loss)
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        pytest.param(keys_split_at_the_top, "ABBBC", id="keys split at the top"),
         pytest.param(lambda: linen(num_layers=24), "A" + "B" * 23 + "C", id="24 linen layers"),
         pytest.param(lambda: linen(rate=0.1), "ABBBC", id="linen dropout"),
         pytest.param(lambda: linen(rate=0.1, scan_axis=0), "ABBBC", id="linen scan with dropout"),
@@ -341,8 +356,8 @@ def test_layers_that_a_python_loop_takes_from_a_stack_are_slices_too_and_some_ro
 
     def loss(params, batch):
         x = batch["x"] + params["table"][0][None]
-        for i in range(3):
-            x = hetjax.cut(jnp.tanh(x @ params["w"][i]))
+        for w in params["w"]:
+            x = hetjax.cut(jnp.tanh(x @ w))
         rows, columns = (params["square"][i] for i in range(2)), jnp.moveaxis(params["square"], 1, 0)
         first, second = (r.sum(axis=0) for r in rows)
         return mse(x + (first + second)[None] + columns[1].sum(axis=0)[None], batch)
