@@ -297,7 +297,8 @@ def read_cluster(mesh: Path | None, plan_file: Path | None) -> tuple[Cluster | N
         for group in cluster.groups:
             for key in ("platform", "backend", "compute_dtype", "memory_gib"):
                 given, planned_for = getattr(group, key), getattr(plan.cluster.group(group.name), key)
-                if given != planned_for:
+                stated = given is not None or key != "memory_gib"  # else the plan's is this machine's
+                if stated and given != planned_for:
                     raise UserError(
                         f"The plan {plan_file} is for {key} = {planned_for} of group {group.name!r}, and "
                         f"{mesh} has {given}. Leave out --mesh, or make a plan for that cluster."
@@ -334,6 +335,21 @@ def trace(config: Config, model_config: models.ModelConfig) -> Program:
     return trace_program(model.loss_fn, model.init_fn, spec, eval_loss_fn=model.eval_loss_fn)
 
 
+def with_memory(cluster: Cluster) -> Cluster:
+    """Give CPU groups without `memory_gib` this machine's memory, in equal parts, and say so."""
+    unknown = [g.name for g in cluster.groups if g.kind == "cpu" and g.memory_gib is None]
+    if not unknown:
+        return cluster
+    share = round(doctor.machine_memory_gib() / cluster.num_cpu_devices(), 1)
+    names = ", ".join(f"'{name}'" for name in unknown)
+    print(
+        f"No memory_gib for the CPU devices of {names}: {share} GiB each, of this machine, are taken.",
+        file=sys.stderr,
+    )
+    groups = [g.model_copy(update={"memory_gib": share}) if g.name in unknown else g for g in cluster.groups]
+    return cluster.model_copy(update={"groups": tuple(groups)})
+
+
 def measured(cluster: Cluster) -> Cluster:
     """Measure the groups whose kind has no speed of its own, so that predictions mean something."""
     unknown = [g.name for g in cluster.groups if g.kind == "cpu" and g.tflops is None]
@@ -347,7 +363,7 @@ def plan_for(program: Program, cluster: Cluster, config: Config) -> Plan:
     """Let the planner plan, with what the job file fixes."""
     return hetjax.make_plan(
         program,
-        cluster,
+        with_memory(cluster),
         num_microbatches=config.plan.num_microbatches,
         schedule=config.plan.schedule,
         remat=config.plan.remat,

@@ -39,7 +39,7 @@ class _Optimizer(Section):
         learning_rate: The peak.
         schedule: "constant"; "linear" or "cosine" decay over all steps; or "warmup_stable_decay": constant
             until the last `decay_steps`, then linear.
-        warmup_steps: Steps of linear rise to the peak at the beginning.
+        warmup_steps: Steps of linear rise to the peak at the beginning; at most half of the run.
         decay_steps: Of "warmup_stable_decay"; "none" takes a fifth of the steps.
         final_share: Learning rate at the end as a share of the peak.
         clip_norm: Largest global norm of the gradients; "none" does not clip.
@@ -335,14 +335,9 @@ def learning_rate(config: Any, num_steps: int) -> Schedule:
         num_steps: Steps of the whole run.
 
     Raises:
-        UserError: Warm-up and decay are longer than the run.
+        UserError: The decay is longer than what the warm-up leaves of the run.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    if warmup >= num_steps and warmup > 0:
-        raise UserError(
-            f"[optimizer] warmup_steps = {warmup} and [train] num_steps = {num_steps}: the warm-up has to "
-            "end before the run does. Lower warmup_steps or raise num_steps."
-        )
+    peak, warmup = config.learning_rate, min(config.warmup_steps, num_steps // 2)
     main = _SCHEDULES[config.schedule](config, num_steps - warmup)
     if not warmup:
         return main

@@ -203,12 +203,17 @@ def _put_bandwidth(source: jax.Device, target: jax.Device) -> float:
     return _PUT_BYTES / min(times[1:])
 
 
+def machine_memory_gib() -> float:
+    """The memory of this machine in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+
+
 def _memory_gib(device: jax.Device) -> float | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit:
         return limit / GIB
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        return machine_memory_gib()
     return None
 
 

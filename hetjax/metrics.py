@@ -46,7 +46,9 @@ class Smoother:
 class StepClock:
     """Times steps by when their metrics arrive, leaving out what is not training.
 
-    The first interval after `restart` with `warm=False` holds compilation and is kept apart.
+    The first interval after `restart` with `warm=False` holds compilation and is kept apart. Steps are
+    dispatched ahead, so the first interval after a restart holds several steps and those at the end hold
+    none: `mean_s` is right once nothing is outstanding, `recent_s` leaves both out.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -60,30 +62,40 @@ class StepClock:
         self._num_steps = 0
         self._last: float | None = None
         self._warm = False
+        self._fills = True
         self.first_step_s: float | None = None
 
     def restart(self, now_s: float, *, warm: bool = True) -> None:
         """Begin an interval at `now_s`: training starts or goes on after validation or a checkpoint."""
         self._last = now_s
         self._warm = warm
+        self._fills = True
 
-    def tick(self, now_s: float, *, counted: bool = True) -> float:
-        """End a step at `now_s` and return its length in seconds; averages leave out one not `counted`."""
+    def tick(self, now_s: float, *, counted: bool = True, steady: bool = True) -> float:
+        """End a step at `now_s` and return the seconds since the last one.
+
+        Args:
+            now_s: When its metrics arrived.
+            counted: False for a step that averages leave out.
+            steady: False where no step was dispatched since the last one ended.
+        """
         assert self._last is not None, "StepClock.restart begins the first interval"
         elapsed, self._last = now_s - self._last, now_s
-        if not counted:
-            pass
-        elif self._warm:
-            self._recent.append(elapsed)
+        if counted and self._warm:
             self._sum_s += elapsed
             self._num_steps += 1
-        else:
-            self.first_step_s, self._warm = elapsed, True
+            if steady and not self._fills:
+                self._recent.append(elapsed)
+            self._fills = False
+        else:  # it was alone on the devices
+            if counted:
+                self.first_step_s, self._warm = elapsed, True
+            self._fills = True
         return elapsed
 
     @property
     def recent_s(self) -> float | None:
-        """Mean seconds a step over the window; None before the second step."""
+        """Mean seconds a step over the window; None while no step was timed alone."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     @property

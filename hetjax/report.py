@@ -177,7 +177,8 @@ def _step_time(s: Summary) -> str | None:
         return None if predicted is None else f"predicted {predicted}"
     if s.predicted_step_time_s is None:
         return f"{measured} measured"
-    return f"{measured} measured, {predicted} predicted ({s.step_time_s / s.predicted_step_time_s:.2f} times)"
+    ratio = s.step_time_s / s.predicted_step_time_s
+    return f"{measured} measured, {predicted} predicted (measured / predicted {ratio:.2f})"
 
 
 def _seconds(seconds: float | None) -> str | None:

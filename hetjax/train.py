@@ -227,7 +227,8 @@ class Loop:
                 self._drain()
             state, metrics = job.trainer.step(state, batch, timeline=timed)
             self._pending.append((step, metrics, timed))
-            while len(self._pending) > (0 if timed else NUM_AHEAD):
+            alone = timed or step == first + 1  # the first step compiles
+            while len(self._pending) > (0 if alone else NUM_AHEAD):
                 self._record()
             last = step == settings.num_steps
             validate = last or _due(step, settings.eval_every)
@@ -248,13 +249,13 @@ class Loop:
 
     def _drain(self) -> None:
         while self._pending:
-            self._record()
+            self._record(steady=False)
 
-    def _record(self) -> None:
+    def _record(self, steady: bool = True) -> None:
         """Wait for the oldest outstanding step's metrics, check them and show them."""
         step, metrics, timed = self._pending.popleft()
         values = dict(metrics.fetch())
-        self._clock.tick(time.perf_counter(), counted=not timed)
+        self._clock.tick(time.perf_counter(), counted=not timed, steady=steady)
         if timed:
             self._busy.append(dict(metrics.busy))
         self._write_held()

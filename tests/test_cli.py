@@ -143,9 +143,12 @@ MISTAKES = {
     ),
     "no steps": (["train", "gpt_tiny", "--steps", "0"], "--steps"),
     "unknown option": (["train", "gpt_tiny", "--mash", "x"], "--mash"),
-    "warm-up too long": (
-        ["train", "gpt_tiny", "--mesh", "mesh.toml", "--steps", "3"],
-        "warmup_steps = 5 and [train] num_steps = 3: the warm-up has to end before the run does.",
+    "decay too long": (
+        [
+            *("train", "gpt_tiny", "--mesh", "mesh.toml", "--steps", "3"),
+            *("--set", "optimizer.schedule=warmup_stable_decay", "--set", "optimizer.decay_steps=9"),
+        ],
+        "decay_steps = 9, and 2 steps are left after the warm-up",
     ),
 }
 

@@ -194,11 +194,9 @@ def test_adamw_of_the_job_file_is_that_of_optax(job):
     assert np.allclose(jax.tree.leaves(a)[0], jax.tree.leaves(b)[0], rtol=1e-6)
 
 
-def test_a_warm_up_or_decay_longer_than_the_run_is_refused(job):
-    with pytest.raises(
-        UserError, match=r"warmup_steps = 100 and \[train\] num_steps = 100: the warm-up has to end"
-    ):
-        learning_rate(load_config(job, ["optimizer.warmup_steps=100"]).optimizer, 100)
+def test_a_warm_up_takes_at_most_half_of_the_run_and_a_decay_that_is_longer_is_refused(job):
+    long, half = (load_config(job, [f"optimizer.warmup_steps={n}"]).optimizer for n in (100, 50))
+    assert all(learning_rate(long, 100)(n) == learning_rate(half, 100)(n) for n in (0, 30, 50, 99))
     config = load_config(job, ["optimizer.schedule=warmup_stable_decay", "optimizer.decay_steps=11"])
     with pytest.raises(UserError, match="decay_steps = 11, and 10 steps are left after the warm-up"):
         learning_rate(config.optimizer, 10)
