@@ -472,18 +472,17 @@ class Program:
         own = [p for p in unit.params if self.owner(p) == unit.start] or list(unit.params)
         if not own:
             return f"segment {unit.start}"
-        paths = [self.piece_name(p).split("/") for p in own]
+        paths = [self.piece_name(p).removeprefix("params/").split("/") for p in own]
         common = []
         for column in zip(*paths, strict=False):
             if len(set(column)) > 1:
                 break
             common.append(column[0])
-        if len(common) < len(paths[0]) and common and common != ["params"]:
+        if common and len(common) < len(paths[0]):
             name = "/".join(common)
         else:
             name = "+".join(dict.fromkeys("/".join(p[:-1] or p) for p in paths))
         indices = {p.position for p in own if p.axis is not None}
-        name = name.removeprefix("params/")
         return f"{name[:40]}[{min(indices)}]" if indices and "[" not in name else name[:44]
 
     def __str__(self) -> str:

@@ -175,8 +175,9 @@ class Trainer:
         """The state on the host, in a layout that no plan shows through.
 
         Returns:
-            `params` and `opt_state`: arrays by path, as in the user's tree and in plain `tx.init(params)`;
-            `step`, `seed`; and `loss_scale`, a pair of numbers or None.
+            `params` and `opt_state`: arrays by path, as in the user's tree and in plain `tx.init(params)`
+            (frozen parameters have no optimizer state); `step`, `seed`; and `loss_scale`, a pair of numbers
+            or None.
         """
         self._check_state(state)
         return {
