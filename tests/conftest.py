@@ -12,6 +12,7 @@ import optax.schedules._schedule
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # now, before a test of the command line asks for another number of devices
 
 
 def _leave_lenient(module, name):
