@@ -14,8 +14,6 @@ import jax
 import jax.extend.backend
 from jaxlib import xla_client
 
-import tests.conftest  # noqa: F401  (its settings)
-
 jax.extend.backend.register_backend_factory(
     "cpu2", lambda: xla_client.make_cpu_client(num_devices=4), priority=-10
 )
@@ -23,6 +21,7 @@ jax.extend.backend.register_backend_factory(
 import optax  # noqa: E402
 
 import hetjax  # noqa: E402
+import tests.conftest  # noqa: E402, F401  (its settings; it starts JAX)
 from hetjax.sharding import make_submesh  # noqa: E402
 from hetjax.transfer import Carrier, Layout, arrived  # noqa: E402
 from tests import zoo  # noqa: E402
