@@ -170,7 +170,7 @@ def products(draw):
     return shapes, ((dims[0][0], dims[1][0]), (dims[0][1], dims[1][1]))
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(products(), st.sampled_from([None, jnp.float32]))
 def test_a_merged_product_and_its_derivatives_equal_the_product_it_replaces(product, accumulate):
     """Small integers, so that the order of a sum does not show."""
@@ -410,12 +410,10 @@ def test_accumulators_are_donated():
     assert len(accumulators) == 2 * 3 and all(a.is_deleted() for a in accumulators)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_tensor_parallel_backward_reduces_over_the_tensor_axis_alone(dp):
+def test_a_tensor_parallel_backward_reduces_over_the_tensor_axis_alone():
     case = zoo.gpt()
     program = case.program()
-    plan = plan_of(program, cluster_of([4]), [], [[member(0, 0, 4, dp=dp, tp=2)]], microbatches=2)
+    plan = plan_of(program, cluster_of([4]), [], [[member(0, 0, 4, dp=2, tp=2)]], microbatches=2)
     calls = recorded(program, plan, case.batch)
     joined = [group for text, *_ in calls["backward"] for group in partners(text)]
-    pairs = {frozenset({2 * i, 2 * i + 1}) for i in range(dp)}
-    assert joined and all(group == pairs for group in joined)
+    assert joined and all(group == {frozenset({0, 1}), frozenset({2, 3})} for group in joined)
