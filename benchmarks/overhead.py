@@ -27,7 +27,7 @@ def main(
     seq_len: Annotated[int, typer.Option(min=1)] = 256,
     global_batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
     remat: Annotated[str | None, typer.Option(help="Remat policy; default: the planner's choice.")] = None,
-    fuse: Annotated[int, typer.Option(min=1, help="Neighbouring segments compiled as one program.")] = 1,
+    fuse: Annotated[int, typer.Option(min=1, help="Neighbouring segments compiled as one program.")] = 2,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each form in a round.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: only whether it works.")] = False,
