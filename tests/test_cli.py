@@ -212,6 +212,7 @@ def test_a_run_ended_by_sigterm_resumes_under_another_plan_with_the_same_losses(
         "optimizer.name=sgd",
         "optimizer.momentum=0.9",
         "optimizer.schedule=constant",
+        "optimizer.warmup_steps=1",  # of any number of steps, since that differs between the runs
         "data.global_batch=4",
     ]
     common = settings(
