@@ -88,7 +88,15 @@ def place(
     """Place the job by the given plan, else by the planner's; by hand where that uses one group only."""
     spec = data.batch_spec(config.data)
     program = hetjax.trace(model.loss_fn, model.init_fn, spec, eval_loss_fn=model.eval_loss_fn)
-    plan = plan or hetjax.make_plan(program, cluster)
+    choices = config.plan
+    plan = plan or hetjax.make_plan(
+        program,
+        cluster,
+        num_microbatches=choices.num_microbatches,
+        schedule=choices.schedule,
+        remat=choices.remat,
+        allow_row_split=choices.row_split == "allowed",
+    )
     if len({member.group for stage in plan.stages for member in stage.members}) < 2:
         common.say("The plan uses one group only; taken instead: equal runs of segments on each group.")
         count = next(n for n in (4, 2, 1) if program.global_batch % n == 0)
