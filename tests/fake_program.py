@@ -2,24 +2,8 @@
 
 import dataclasses
 
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    index: int
-    name: str
-    segment_class: str
-    num_params: int
-    param_bytes: int
-    forward_flops_per_row: float
-    boundary_bytes_per_row: float
-    activation_bytes_per_row: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Edge:
-    producer: int
-    consumer: int
-    bytes_per_row: float
+from hetjax.program import Edge
+from hetjax.program import SegmentInfo as Segment
 
 
 @dataclasses.dataclass(frozen=True)
