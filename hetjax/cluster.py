@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,22 +26,60 @@ class _Frozen(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
 
+Curve = tuple[tuple[Positive, Positive], ...]
+"""Measured bandwidth: (bytes of a message, GB/s) at rising sizes."""
+
+
 class Link(_Frozen):
     """Bandwidth and latency between two groups.
 
     Attributes:
         between: The two groups' names.
-        bandwidth_gb_per_s: GB/s (1e9 bytes) in each direction, shared by everything that passes that way.
+        bandwidth_gb_per_s: GB/s (1e9 bytes) of long messages in each direction, shared by everything that
+            passes that way.
         latency_us: Microseconds before the first byte arrives.
+        curve: Bandwidth by size of the message, where it was measured; `bandwidth_gb_per_s` otherwise.
     """
 
     between: tuple[str, str]
     bandwidth_gb_per_s: Positive
     latency_us: Latency = 20.0
+    curve: Curve = ()
+
+    @pydantic.field_validator("curve")
+    @classmethod
+    def _rising(cls, curve: Curve) -> Curve:
+        sizes = [size for size, _ in curve]
+        if any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+            raise ValueError(f"the curve's sizes have to rise, and are {sizes}.")
+        return curve
+
+    def rate_gb_per_s(self, num_bytes: devices.Number) -> float:
+        """Bandwidth for a message of that size: linear in the logarithm of the size, flat outside."""
+        if not self.curve:
+            return self.bandwidth_gb_per_s
+        i = bisect.bisect_left(self.curve, num_bytes, key=lambda point: point[0])
+        if i in (0, len(self.curve)):
+            return self.curve[min(i, len(self.curve) - 1)][1]
+        (low, slow), (high, fast) = self.curve[i - 1 : i + 1]
+        return slow + (fast - slow) * math.log(num_bytes / low) / math.log(high / low)
+
+    def occupied_s(self, num_bytes: devices.Number) -> float:
+        """Seconds for which a message keeps the link from others."""
+        return num_bytes / (self.rate_gb_per_s(num_bytes) * 1e9)
 
     def transfer_s(self, num_bytes: devices.Number) -> float:
         """Seconds that `num_bytes` take over the idle link."""
-        return self.latency_us * 1e-6 + num_bytes / (self.bandwidth_gb_per_s * 1e9)
+        return self.latency_us * 1e-6 + self.occupied_s(num_bytes)
+
+    def lanes(self, count: int) -> Link:
+        """The same link `count` times side by side."""
+        if count == 1:
+            return self
+        curve = tuple((size * count, rate * count) for size, rate in self.curve)
+        return self.model_copy(
+            update={"bandwidth_gb_per_s": self.bandwidth_gb_per_s * count, "curve": curve}
+        )
 
 
 class Group(_Frozen):
@@ -58,6 +98,10 @@ class Group(_Frozen):
         intra_bandwidth_gb_per_s: Between two devices of a host, per direction; None takes the kind's.
         inter_host_bandwidth_gb_per_s: Between two hosts of the group, per direction; None takes
             `intra_bandwidth_gb_per_s`.
+        intra_latency_us: Between two devices of a host.
+        inter_host_latency_us: Between two hosts of the group; None takes `intra_latency_us`.
+        intra_curve: Bandwidth between two devices of a host by size of the message, where measured.
+        inter_host_curve: The same between two hosts.
     """
 
     name: str
@@ -71,6 +115,10 @@ class Group(_Frozen):
     devices_per_host: Annotated[int, pydantic.Field(ge=1)] | None = None
     intra_bandwidth_gb_per_s: Positive | None = None
     inter_host_bandwidth_gb_per_s: Positive | None = None
+    intra_latency_us: Latency = 10.0
+    inter_host_latency_us: Latency | None = None
+    intra_curve: Curve = ()
+    inter_host_curve: Curve = ()
 
     @pydantic.field_validator("kind")
     @classmethod
@@ -109,12 +157,48 @@ class Group(_Frozen):
         gib = self.memory_gib or self.device_kind.usable_memory_gib
         return None if gib is None else gib * GIB
 
+    @property
+    def intra_link(self) -> Link:
+        """Between two devices of one host."""
+        bandwidth = self.intra_bandwidth_gb_per_s or float(self.device_kind.intra_bandwidth_gb_per_s)
+        return Link(
+            between=(self.name, self.name),
+            bandwidth_gb_per_s=bandwidth,
+            latency_us=self.intra_latency_us,
+            curve=self.intra_curve,
+        )
+
+    @property
+    def inter_host_link(self) -> Link:
+        """Between two hosts, shared by the devices of each; the hosts' own where the file says nothing."""
+        bandwidth = self.inter_host_bandwidth_gb_per_s
+        if bandwidth is None:
+            return self.intra_link
+        latency = self.intra_latency_us if self.inter_host_latency_us is None else self.inter_host_latency_us
+        return Link(
+            between=(self.name, self.name),
+            bandwidth_gb_per_s=bandwidth,
+            latency_us=latency,
+            curve=self.inter_host_curve,
+        )
+
+    def host(self, device: int) -> int:
+        """The host of a device."""
+        return device // (self.devices_per_host or self.num_devices)
+
     def inner_link(self, num_devices: int) -> Link:
         """The narrowest way among the first `num_devices` devices of a host, or of several hosts."""
-        bandwidth = self.intra_bandwidth_gb_per_s or float(self.device_kind.intra_bandwidth_gb_per_s)
-        if self.devices_per_host and num_devices > self.devices_per_host:
-            bandwidth = min(bandwidth, self.inter_host_bandwidth_gb_per_s or bandwidth)
-        return Link(between=(self.name, self.name), bandwidth_gb_per_s=bandwidth, latency_us=10.0)
+        if not self.devices_per_host or num_devices <= self.devices_per_host:
+            return self.intra_link
+        ways = self.intra_link, self.inter_host_link
+        return min(ways, key=lambda link: link.bandwidth_gb_per_s)
+
+    def between(self, a: Sequence[int], b: Sequence[int]) -> Link:
+        """What joins two sets of its devices, each device (or host) sending to one of the others at once."""
+        hosts_a, hosts_b = {self.host(d) for d in a}, {self.host(d) for d in b}
+        if hosts_a & hosts_b:
+            return self.intra_link.lanes(min(len(set(a)), len(set(b))))
+        return self.inter_host_link.lanes(min(len(hosts_a), len(hosts_b)))
 
 
 class DefaultLink(_Frozen):
@@ -122,6 +206,7 @@ class DefaultLink(_Frozen):
 
     bandwidth_gb_per_s: Positive
     latency_us: Latency = 20.0
+    curve: Curve = ()
 
 
 class Cluster(_Frozen):
@@ -292,6 +377,10 @@ class Cluster(_Frozen):
             self.group(name)
         assert self.default_link is not None, "a cluster joins every pair of its groups"
         return Link(between=(a, b), **self.default_link.model_dump())
+
+    def link_between(self, a: str, devices_a: Sequence[int], b: str, devices_b: Sequence[int]) -> Link:
+        """What joins devices of group `a` to devices of group `b`."""
+        return self.group(a).between(devices_a, devices_b) if a == b else self.link(a, b)
 
     def with_tflops(self, tflops: Mapping[str, devices.Number]) -> Cluster:
         """The same cluster with another achieved TFLOP/s per device of some groups, as after measuring."""

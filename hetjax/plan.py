@@ -12,6 +12,7 @@ from hetjax import cost
 from hetjax.cluster import GIB, Cluster
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
+from hetjax.memory import Memory, member_memory
 
 FORMAT = "hetjax-plan-1"
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -216,7 +217,7 @@ class Plan:
             result[s].append(numbers.setdefault(root(i), len(numbers)))
         return tuple(tuple(r) for r in result)
 
-    def member_memory(self, program: cost.ProgramLike) -> dict[tuple[int, int], cost.Memory]:
+    def member_memory(self, program: cost.ProgramLike) -> dict[tuple[int, int], Memory]:
         """Bytes per device of each (stage, member), by the schedule's stated bounds."""
         segments = program.segments()
         edges = stage_edges(self, program.edges())
@@ -225,7 +226,7 @@ class Plan:
         for s, stage in enumerate(self.stages):
             waiting = self._waiting_bytes_per_row(s, edges, bounds)
             for k, member in enumerate(stage.members):
-                result[s, k] = cost.member_memory(
+                result[s, k] = member_memory(
                     segments[slice(*stage.segments)],
                     self.cluster.group(member.group),
                     rows=member.num_rows,

@@ -13,8 +13,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from hetjax.cluster import Link
-from hetjax.cost import AnalyticCosts, Costs, Memory, ProgramLike
+from hetjax.cost import AnalyticCosts, Costs, ProgramLike
 from hetjax.devices import DTYPE_BYTES, Number
+from hetjax.memory import Memory
 from hetjax.plan import Plan, stage_edges, stage_of_segment
 from hetjax.schedule import Schedule, StageGraph, Task, plan_schedule
 

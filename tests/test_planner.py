@@ -11,8 +11,9 @@ import pytest
 
 import hetjax
 from hetjax.cluster import GIB, Cluster
-from hetjax.cost import AnalyticCosts, member_memory
+from hetjax.cost import AnalyticCosts
 from hetjax.errors import UserError
+from hetjax.memory import member_memory
 from hetjax.plan import Member, Plan, Stage
 from hetjax.planner import compute_limit, make_plan
 from hetjax.planner.rows import share_rows

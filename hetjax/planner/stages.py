@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetjax.cluster import Cluster
-from hetjax.cost import ADAM_BYTES_PER_PARAM, Costs, ProgramLike, kept_per_row
+from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import DTYPE_BYTES, Number
+from hetjax.memory import ADAM_BYTES_PER_PARAM, kept_per_row
 from hetjax.plan import in_flight_bounds
 
 SLACK = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, np.inf)
@@ -141,7 +142,7 @@ class Pricer:
     def bytes(
         self, group_name: str, rows: int, way: Way, in_flight: int, ahead: int, cotangents: int
     ) -> np.ndarray:
-        """Bytes per device of every run of segments, as `cost.member_memory` counts them."""
+        """Bytes per device of every run of segments, as `memory.member_memory` counts them."""
         group, axes = self.cluster.group(group_name), dict(way.axes)
         fsdp, size = axes.get("fsdp", 1), DTYPE_BYTES[group.dtype] / 4
         local_rows = rows / (axes.get("dp", 1) * fsdp)
