@@ -1,0 +1,1 @@
+"""What the planner claims, as commands that print the figure."""
