@@ -134,12 +134,14 @@ class Origin(_Frozen):
         devices: By kind, what JAX calls the device; empty for imports.
         versions: Of python, jax and jaxlib, or of nothing for imports.
         date: ISO, of the day on which they were measured or imported.
+        notes: What was left out or replaced.
     """
 
     what: str
     devices: Mapping[str, str] = {}
     versions: Mapping[str, str] = {}
     date: str
+    notes: tuple[str, ...] = ()
 
 
 class Profile(_Frozen):
@@ -184,7 +186,7 @@ class Profile(_Frozen):
         try:
             return cls.model_validate(data)
         except pydantic.ValidationError as error:
-            raise UserError(f"{path}: {_explain(error)}") from None
+            raise UserError(f"{path}: {explain(error)}") from None
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, one entry a line; figures come back exactly."""
@@ -289,8 +291,8 @@ def read_json(path: str | Path, what: str) -> Any:
         raise UserError(f"{what} {path} is not valid JSON: {error}") from None
 
 
-def _explain(error: pydantic.ValidationError) -> str:
-    """The first things that are wrong, with their places."""
+def explain(error: pydantic.ValidationError) -> str:
+    """Say the first things that are wrong, with their places."""
     found = []
     for item in error.errors()[:3]:
         place = ".".join(str(part) for part in item["loc"])
