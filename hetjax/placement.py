@@ -16,8 +16,9 @@ from hetjax import jaxprs
 from hetjax.compile import UnitExecutables, UnitSetting, compiled, offsets, row_dim
 from hetjax.errors import UserError
 from hetjax.flat import Data, Flat, Piece, Unit, lift_literals
+from hetjax.graph import stage_of_segment
 from hetjax.optimizer import Pieces, UpdateUnit
-from hetjax.plan import Member, Plan, stage_of_segment
+from hetjax.plan import Member, Plan
 from hetjax.program import Program
 from hetjax.sharding import Submesh, compute_spec, logical_names, make_submesh, stored_spec
 from hetjax.transfer import Layout

@@ -10,14 +10,15 @@ from typing import Any
 
 from hetjax import cost
 from hetjax.cluster import GIB, Cluster
-from hetjax.devices import DTYPE_BYTES, Number
+from hetjax.devices import Number
 from hetjax.errors import UserError
-from hetjax.memory import Memory, member_memory
+from hetjax.graph import StageGraph
+from hetjax.memory import Memory, device_memory, plan_memory
 
 FORMAT = "hetjax-plan-1"
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "ministage")
 AXES = ("dp", "fsdp", "tp")
-RESIDENCIES = ("resident",)
+RESIDENCIES = ("resident", "sharded", "gathered", "offloaded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,15 @@ class Member:
         rows: Start and stop of its rows within the microbatch.
         remat: Policy of each segment of the stage: `none`, `full`, `dots`, or a name in
             `jax.checkpoint_policies`.
-        residency: Where the parameters live: `resident`.
+        residency: Where the parameters live. `resident`: master weights and optimizer state on the member,
+            sharded over `fsdp`, with a whole copy to compute with. `sharded`: the state is divided over the
+            members of the stage. `gathered`: the copy too comes and goes, once for the forward and once for
+            the backward of all the stage's microbatches, and so do the gradients. `offloaded`: as `gathered`,
+            the shards in host memory.
+        splits: Parts in which it runs its rows of a microbatch one after another: its own microbatches have
+            `num_rows / splits` rows, and it has `splits` times as many.
+        state_share: Share of the stage's state that it keeps where residency is `sharded`; None shares it
+            out evenly by devices.
         seconds: Expected `F` and `B` of one microbatch, by which the schedule orders the tasks; None counts
             all stages as equal.
     """
@@ -42,12 +51,24 @@ class Member:
     rows: tuple[int, int]
     remat: tuple[str, ...]
     residency: str = "resident"
+    splits: int = 1
+    state_share: Number | None = None
     seconds: tuple[Number, Number] | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows of a microbatch that the member handles."""
         return self.rows[1] - self.rows[0]
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of the largest part that it runs at once."""
+        return -(-self.num_rows // self.splits)
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether its parameters are on the devices only while its stage runs."""
+        return self.residency in ("gathered", "offloaded")
 
     def axis(self, name: str) -> int:
         """Size of an axis, 1 where it is not named."""
@@ -85,7 +106,7 @@ class Plan:
         num_segments: Of the program.
         global_batch: Rows of one step.
         num_microbatches: Into how many the global batch is cut.
-        schedule: `gpipe`, `1f1b` or `interleaved`.
+        schedule: One of `SCHEDULES`.
         stages: In model order, which is also the order of their numbers.
         predicted: Figures of the planner, for a person; nothing is computed from them.
     """
@@ -125,6 +146,8 @@ class Plan:
                             "rows": list(m.rows),
                             "remat": _short_remat(m.remat),
                             "residency": m.residency,
+                            **({"splits": m.splits} if m.splits > 1 else {}),
+                            **({} if m.state_share is None else {"state_share": m.state_share}),
                             **({"seconds": list(m.seconds)} if m.seconds else {}),
                         }
                         for m in stage.members
@@ -217,142 +240,55 @@ class Plan:
             result[s].append(numbers.setdefault(root(i), len(numbers)))
         return tuple(tuple(r) for r in result)
 
+    def graph(self, edges: Iterable[tuple[int, int]]) -> StageGraph:
+        """Lanes, rows and parts of the members, as the schedule needs them.
+
+        Args:
+            edges: (producer, consumer) stages of everything that crosses.
+        """
+        lanes = self.lanes()
+        last_of_lane = {lane: s for s, members in enumerate(lanes) for lane in members}
+        mirrored = self.schedule in ("gpipe", "ministage")
+
+        def gathers(s: int, k: int, member: Member) -> int:
+            # The last stage of a lane keeps its parameters from the forward to the backward.
+            return 0 if not member.comes_and_goes else 2 if mirrored and last_of_lane[lanes[s][k]] != s else 1
+
+        return StageGraph(
+            lanes=lanes,
+            edges=tuple(sorted(set(edges))),
+            rows=tuple(tuple(m.rows for m in stage.members) for stage in self.stages),
+            splits=tuple(tuple(m.splits for m in stage.members) for stage in self.stages),
+            gathers=tuple(
+                tuple(gathers(s, k, m) for k, m in enumerate(stage.members))
+                for s, stage in enumerate(self.stages)
+            ),
+        )
+
+    def beyond_runtime(self) -> list[str]:
+        """What the plan uses that is priced and simulated and that `Trainer` does not run yet."""
+        members = [m for stage in self.stages for m in stage.members]
+        found = [f"residency {m.residency!r}" for m in members if m.residency != "resident"]
+        found += ["splits" for m in members if m.splits > 1]
+        found += ["remat 'offloaded'" for m in members if "offloaded" in m.remat]
+        if self.schedule == "ministage":
+            found.append("schedule 'ministage'")
+        return sorted(set(found))
+
     def member_memory(self, program: cost.ProgramLike) -> dict[tuple[int, int], Memory]:
         """Bytes per device of each (stage, member), by the schedule's stated bounds."""
-        segments = program.segments()
-        edges = stage_edges(self, program.edges())
-        bounds = in_flight_bounds(self.schedule, self.lanes(), self.num_microbatches)
-        result = {}
-        for s, stage in enumerate(self.stages):
-            waiting = self._waiting_bytes_per_row(s, edges, bounds)
-            for k, member in enumerate(stage.members):
-                result[s, k] = member_memory(
-                    segments[slice(*stage.segments)],
-                    self.cluster.group(member.group),
-                    rows=member.num_rows,
-                    axes=member.axes,
-                    remat=member.remat,
-                    in_flight=bounds.stage[s],
-                    waiting_bytes=waiting * member.num_rows / (member.axis("dp") * member.axis("fsdp")),
-                )
-        return result
-
-    def _waiting_bytes_per_row(
-        self, stage: int, edges: Mapping[tuple[int, int], Number], bounds: Bounds
-    ) -> Number:
-        """Boundary values that have arrived and wait for their task.
-
-        Inputs: as many as the producer may run ahead, and one on its way. Cotangents: two, since a backward
-        that can run soon does; under `gpipe` all.
-        """
-        total = 0.0
-        for (producer, consumer), size in edges.items():
-            dtype = self.cluster.group(self.stages[producer].members[0].group).dtype
-            per_row = size * DTYPE_BYTES[dtype] / 4
-            if consumer == stage:
-                total += per_row * (max(bounds.stage[producer] - bounds.stage[stage], 0) + 1)
-            if producer == stage:
-                total += per_row * (bounds.stage[stage] if self.schedule == "gpipe" else 2)
-        return total
+        return plan_memory(self, program)
 
     def device_memory(self, program: cost.ProgramLike) -> dict[tuple[str, int], Number]:
         """Peak bytes of each used device, by the schedule's stated bounds.
 
         A device that several stages share keeps the parameters of all, and activations up to its lane's
-        bound.
+        bound; of what comes and goes, that of two neighbouring stages.
         """
-        memory = self.member_memory(program)
-        lanes = self.lanes()
-        bounds = in_flight_bounds(self.schedule, lanes, self.num_microbatches)
-        on_device: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for s, stage in enumerate(self.stages):
-            for k, member in enumerate(stage.members):
-                for device in member.devices:
-                    on_device.setdefault((member.group, device), []).append((s, k))
-        result = {}
-        for device, units in on_device.items():
-            static = sum(memory[u].static_bytes for u in units) + max(
-                memory[u].workspace_bytes for u in units
-            )
-            left = bounds.lane[lanes[units[0][0]][units[0][1]]]
-            kept = 0.0
-            for s, k in sorted(units, key=lambda u: -memory[u].kept_bytes_per_microbatch):
-                count = min(left, bounds.stage[s])
-                kept += count * memory[s, k].kept_bytes_per_microbatch
-                left -= count
-            result[device] = static + kept + sum(memory[u].waiting_bytes for u in units)
-        return result
+        return device_memory(self, program)
 
     def __str__(self) -> str:
         return _table(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Forward activations alive at once, at most: what a schedule promises.
-
-    Attributes:
-        stage: Microbatches per stage (each of its members).
-        lane: Microbatches per lane, summed over the stages that share it.
-    """
-
-    stage: tuple[int, ...]
-    lane: tuple[int, ...]
-
-
-def in_flight_bounds(kind: str, lanes: Sequence[Sequence[int]], num_microbatches: int) -> Bounds:
-    """The stated memory bound of a schedule.
-
-    With S stages, M microbatches and L lanes, for stage s:
-
-    - `gpipe`: M.
-    - `1f1b`: min(M, S - s).
-    - `interleaved`, in a lane with v chunks whose last one has d stages after it:
-      (v - 1) * L + min(2 * d + 1, 2 * L); per stage no more than two rounds, min(M, 2 * L), and for the
-      lane's last chunk min(M, 2 * L, 2 * d + 1). Where every lane has v chunks dealt round-robin this is
-      Megatron-LM's warm-up, (v - 1) * L + 2 * (L - rank - 1), plus one.
-
-    Args:
-        kind: One of `SCHEDULES`.
-        lanes: Lane of each member of each stage.
-        num_microbatches: M.
-    """
-    S, M = len(lanes), num_microbatches
-    L = 1 + max(lane for members in lanes for lane in members)
-    chunks: list[list[int]] = [[] for _ in range(L)]
-    for s, members in enumerate(lanes):
-        for lane in members:
-            chunks[lane].append(s)
-    if kind == "gpipe":
-        stage = [M] * S
-    elif kind == "1f1b" or all(len(c) == 1 for c in chunks):
-        stage = [min(M, S - s) for s in range(S)]
-    else:
-        lasts = {max(c) for c in chunks}
-        stage = [min(M, 2 * L, 2 * (S - 1 - s) + 1 if s in lasts else M) for s in range(S)]
-        lane_bounds = []
-        for c in chunks:
-            after = S - 1 - max(c)
-            limit = (len(c) - 1) * L + min(2 * after + 1, 2 * L)
-            lane_bounds.append(min(sum(stage[s] for s in c), max(limit, len(c))))
-        return Bounds(tuple(stage), tuple(lane_bounds))
-    return Bounds(tuple(stage), tuple(sum(stage[s] for s in c) for c in chunks))
-
-
-def stage_of_segment(plan: Plan) -> list[int]:
-    """The stage of each segment."""
-    return [s for s, stage in enumerate(plan.stages) for _ in range(*stage.segments)]
-
-
-def stage_edges(plan: Plan, edges: Iterable[cost.EdgeLike]) -> dict[tuple[int, int], Number]:
-    """Bytes per row that cross from one stage to another, float32, from the edges between segments."""
-    stage_of = stage_of_segment(plan)
-    result: dict[tuple[int, int], Number] = {}
-    for edge in edges:
-        pair = stage_of[edge.producer], stage_of[edge.consumer]
-        if pair[0] != pair[1]:
-            result[pair] = result.get(pair, 0.0) + edge.bytes_per_row
-    return dict(sorted(result.items()))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def check_plan(plan: Plan, program: cost.ProgramLike | None) -> None:
 
 
 def _fields(
-    data: Any, where: str, required: Mapping[str, type], optional: Mapping[str, type]
+    data: Any, where: str, required: Mapping[str, type], optional: Mapping[str, type | tuple[type, ...]]
 ) -> dict[str, Any]:
     """A JSON object with exactly these keys of these types."""
     if not isinstance(data, dict):
@@ -33,9 +33,9 @@ def _fields(
         if key not in allowed:
             raise UserError(f"{where}: unknown key {key!r}. Allowed: {', '.join(allowed)}.")
         if not isinstance(value, allowed[key]) or isinstance(value, bool):
-            raise UserError(
-                f"{where}: {key} has to be of type {allowed[key].__name__}, and is {value!r:.60}."
-            )
+            kinds = allowed[key] if isinstance(allowed[key], tuple) else (allowed[key],)
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise UserError(f"{where}: {key} has to be of type {names}, and is {value!r:.60}.")
     missing = [key for key in required if key not in data]
     if missing:
         raise UserError(f"{where}: key {missing[0]!r} is missing.")
@@ -103,7 +103,8 @@ def _read_member(data: Any, where: str, num_segments: int) -> Member:
     if isinstance(data, dict) and isinstance(data.get("remat", "dots"), str):
         data = {**data, "remat": [data.get("remat", "dots")] * num_segments}
     required = {"group": str, "devices": list, "axes": dict, "rows": list}
-    data = _fields(data, where, required, {"remat": list, "residency": str, "seconds": list})
+    optional = {"remat": list, "residency": str, "seconds": list, "splits": int, "state_share": (int, float)}
+    data = _fields(data, where, required, optional)
     for policy in data["remat"]:
         if not isinstance(policy, str):
             raise UserError(
@@ -122,6 +123,8 @@ def _read_member(data: Any, where: str, num_segments: int) -> Member:
         rows=(start, stop),
         remat=tuple(data["remat"]),
         residency=data.get("residency", "resident"),
+        splits=data.get("splits", 1),
+        state_share=data.get("state_share"),
         seconds=None if seconds is None else (float(seconds[0]), float(seconds[1])),
     )
 
@@ -201,8 +204,13 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
                 f"The members of a stage share the microbatch's {plan.microbatch_rows} rows in order, "
                 "without gaps."
             )
+        if not 1 <= member.splits <= member.num_rows:
+            raise UserError(
+                f"{who} has splits {member.splits}. It has to be between 1 and its rows of a microbatch, "
+                f"{member.num_rows}."
+            )
         shards = member.axis("dp") * member.axis("fsdp")
-        if member.num_rows % shards:
+        if member.num_rows % shards and member.splits == 1:
             raise UserError(
                 f"{who} has {member.num_rows} rows, and dp={member.axis('dp')} x "
                 f"fsdp={member.axis('fsdp')} splits them into {shards} parts. "
@@ -223,6 +231,14 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
             )
         if member.residency not in RESIDENCIES:
             raise UserError(f"{who} has residency {member.residency!r}. Allowed: {', '.join(RESIDENCIES)}.")
+        if member.state_share is not None and not 0 <= member.state_share <= 1:
+            raise UserError(f"{who} has state_share {member.state_share}. It is a share, between 0 and 1.")
+    shares = [m.state_share for m in stage.members if m.state_share is not None]
+    if shares and (len(shares) < len(stage.members) or abs(sum(shares) - 1) > 1e-6):
+        raise UserError(
+            f"The members of stage {number} have state_share {', '.join(map(str, shares))}. Give one to each "
+            "of them, with the sum 1, or to none."
+        )
     if expected != plan.microbatch_rows:
         raise UserError(
             f"Stage {number} covers rows 0 to {expected} of a microbatch of {plan.microbatch_rows} "
@@ -249,10 +265,10 @@ def _check_program(plan: Plan, program: cost.ProgramLike) -> None:
             f"{program.global_batch}."
         )
     policies = {p for stage in plan.stages for m in stage.members for p in m.remat}
-    if policies - {"none", "full", "dots"}:
+    if policies - {"none", "full", "dots", "offloaded"}:
         from hetjax.segments import checkpoint_policy  # JAX, which a plan of the planner does without
 
-        for policy in sorted(policies):
+        for policy in sorted(policies - {"offloaded"}):
             checkpoint_policy(policy)
     if program.rows_mode == "whole":
         parts = [m.axis("dp") * m.axis("fsdp") for stage in plan.stages for m in stage.members]

@@ -133,6 +133,12 @@ class Trainer:
         if clip_norm is not None and not 0 < clip_norm < np.inf:
             raise UserError(f"clip_norm is {clip_norm}. Give a positive number, or None not to clip.")
         plan.check(program)
+        unknown = plan.beyond_runtime()
+        if unknown:
+            raise UserError(
+                f"The plan uses {', '.join(unknown)}, which this version plans and simulates and does not run "
+                "yet. Make it with features='runtime' (the default of make_plan), or edit it."
+            )
         self.program, self.plan, self.clip_norm = program, plan, clip_norm
         self.optimizer = Pieces(program, tx)
         self.placement = Placement(program, plan, devices or plan.cluster.attach())

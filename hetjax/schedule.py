@@ -16,7 +16,8 @@ from typing import NamedTuple
 from hetjax.cost import EdgeLike
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
-from hetjax.plan import SCHEDULES, Bounds, Plan, in_flight_bounds, stage_edges
+from hetjax.graph import Bounds, StageGraph, Unit, in_flight_bounds, stage_edges
+from hetjax.plan import SCHEDULES, Plan
 
 Times = Sequence[Number | Sequence[Number]]
 """Seconds per stage: one number for all its members, or one for each."""
@@ -28,7 +29,8 @@ class Task(NamedTuple):
     Attributes:
         op: `G` gather parameters, `F` forward, `B` backward, `R` reduce gradients, `U` update.
         stage: Number in the plan.
-        microbatch: Number within the step; -1 for `G`, `R`, `U`, which are of the whole step.
+        microbatch: Number within the step, counted in the member's own parts; -1 for `G`, `R`, `U`, which
+            are of the whole step, and -2 for the `G` that gathers once more for the backward.
         member: Number within the stage.
     """
 
@@ -43,61 +45,11 @@ class Task(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StageGraph:
-    """What a schedule has to know of a plan.
-
-    Attributes:
-        lanes: Lane of each member of each stage.
-        edges: (producer, consumer) stages of everything that crosses, skip connections too.
-        rows: Start and stop of each member's rows; None means that every member reads all of each producer.
-    """
-
-    lanes: tuple[tuple[int, ...], ...]
-    edges: tuple[tuple[int, int], ...]
-    rows: tuple[tuple[tuple[int, int], ...], ...] | None = None
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages."""
-        return len(self.lanes)
-
-    @property
-    def num_lanes(self) -> int:
-        """How many lanes."""
-        return 1 + max(lane for members in self.lanes for lane in members)
-
-    def units(self) -> list[tuple[int, int]]:
-        """Every (stage, member), in order."""
-        return [(s, k) for s, members in enumerate(self.lanes) for k in range(len(members))]
-
-    def overlap(self, a: tuple[int, int], b: tuple[int, int]) -> bool:
-        """Whether two members of different stages handle a row in common."""
-        if self.rows is None:
-            return True
-        (start_a, stop_a), (start_b, stop_b) = self.rows[a[0]][a[1]], self.rows[b[0]][b[1]]
-        return max(start_a, start_b) < min(stop_a, stop_b)
-
-    def producers(self, stage: int, member: int) -> list[tuple[int, int]]:
-        """Members whose forward output this one reads."""
-        stages = sorted({p for p, c in self.edges if c == stage})
-        return [
-            (p, k) for p in stages for k in range(len(self.lanes[p])) if self.overlap((p, k), (stage, member))
-        ]
-
-    def consumers(self, stage: int, member: int) -> list[tuple[int, int]]:
-        """Members that read this one's forward output."""
-        stages = sorted({c for p, c in self.edges if p == stage})
-        return [
-            (c, k) for c in stages for k in range(len(self.lanes[c])) if self.overlap((c, k), (stage, member))
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
 class Schedule:
     """The task lists of one step.
 
     Attributes:
-        kind: `gpipe`, `1f1b` or `interleaved`.
+        kind: One of `plan.SCHEDULES`.
         graph: What it was made for.
         num_microbatches: In one step.
         lanes: The tasks of each lane, in order.
@@ -115,7 +67,7 @@ class Schedule:
 
     @property
     def max_in_flight(self) -> dict[int, int]:
-        """By stage: forward activations alive at once, at most."""
+        """By stage: forward activations alive at once, at most, of the member that may keep the most."""
         return dict(enumerate(self.bounds.stage))
 
     def dependencies(self, task: Task) -> list[Task]:
@@ -130,16 +82,36 @@ class Schedule:
 def dependencies(graph: StageGraph, num_microbatches: int, task: Task) -> list[Task]:
     """What has to be done before a task.
 
-    `F` needs `G` of its member and `F` of every producer; `B` its own `F` and `B` of every consumer; `R`
-    every `B` of its stage, on all members; `U` every `R` (the global norm needs all gradients).
+    `F` needs `G` of its member and `F` of every producer's parts that have rows in common with it; `B` its
+    own `F`, `B` of every such consumer's part, and the second `G` where there is one; `R` every `B` of its
+    stage, on all members; `U` every `R` (the global norm needs all gradients).
     """
     op, s, m, k = task
+    splits = graph.num_splits((s, k))
     if op == "F":
-        return [Task("G", s, -1, k)] + [Task("F", p, m, j) for p, j in graph.producers(s, k)]
+        result = [Task("G", s, -1, k)]
+        for p in graph.producers(s, k):
+            base = m // splits * graph.num_splits(p)
+            result += [
+                Task("F", p[0], base + i, p[1]) for i, j, _ in graph.links(p, (s, k)) if j == m % splits
+            ]
+        return result
     if op == "B":
-        return [Task("F", s, m, k)] + [Task("B", c, m, j) for c, j in graph.consumers(s, k)]
+        result = [Task("F", s, m, k)]
+        if graph.gathers is not None and graph.gathers[s][k] == 2:
+            result.append(Task("G", s, -2, k))
+        for c in graph.consumers(s, k):
+            base = m // splits * graph.num_splits(c)
+            result += [
+                Task("B", c[0], base + j, c[1]) for i, j, _ in graph.links((s, k), c) if i == m % splits
+            ]
+        return result
     if op == "R":
-        return [Task("B", s, i, j) for i in range(num_microbatches) for j in range(len(graph.lanes[s]))]
+        return [
+            Task("B", s, i, j)
+            for j in range(len(graph.lanes[s]))
+            for i in range(num_microbatches * graph.num_splits((s, j)))
+        ]
     if op == "U":
         return [Task("R", s, -1, j) for s, j in graph.units()]
     assert op == "G", f"a task's op is one of G, F, B, R, U, and not {op!r}"
@@ -155,21 +127,19 @@ def make_schedule(
     rows: Sequence[Sequence[tuple[int, int]]] | None = None,
     forward_s: Times | None = None,
     backward_s: Times | None = None,
-    transfer_s: Mapping[tuple[int, int], Number] | None = None,
+    transfer_s: Mapping[tuple[Unit, Unit], Number] | None = None,
 ) -> Schedule:
-    """Order the tasks of one step.
+    """Order the tasks of one step of a placement without parts and gathers; see `schedule_graph`.
 
     Args:
-        kind: `gpipe`: all forwards, then all backwards; a lane with several stages takes them one after the
-            other. `1f1b`: backwards as soon as they can be, so that few activations live. `interleaved`: 1F1B
-            in rounds of as many microbatches as there are lanes, for lanes with several stages.
+        kind: As in `schedule_graph`.
         lanes: Lane of each member of each stage, numbered from 0 without gaps.
         num_microbatches: In one step.
         edges: (producer, consumer) stages; a chain when None.
         rows: Start and stop of each member's rows; None means that every member reads all of each producer.
         forward_s: Virtual seconds of `F`; equal when None.
         backward_s: Virtual seconds of `B`; twice `forward_s` when None.
-        transfer_s: Virtual seconds from one stage to another; none when None.
+        transfer_s: Virtual seconds from one member to another; none when None.
 
     Returns:
         A schedule that `check_schedule` accepts, the same for the same arguments.
@@ -177,28 +147,70 @@ def make_schedule(
     Raises:
         UserError: Unknown kind, no microbatches, or edges that do not lead forward.
     """
-    if kind not in SCHEDULES:
-        raise UserError(f"schedule is {kind!r}. Allowed: {', '.join(SCHEDULES)}.")
-    if num_microbatches < 1:
-        raise UserError(f"num_microbatches is {num_microbatches}. It has to be 1 or more.")
     chain = [(s, s + 1) for s in range(len(lanes) - 1)]
     graph = StageGraph(
         lanes=tuple(tuple(members) for members in lanes),
         edges=tuple(sorted(set(chain if edges is None else edges))),
         rows=None if rows is None else tuple(tuple(r) for r in rows),
     )
+    return schedule_graph(
+        kind, graph, num_microbatches, forward_s=forward_s, backward_s=backward_s, transfer_s=transfer_s
+    )
+
+
+def schedule_graph(
+    kind: str,
+    graph: StageGraph,
+    num_microbatches: int,
+    *,
+    forward_s: Times | None = None,
+    backward_s: Times | None = None,
+    transfer_s: Mapping[tuple[Unit, Unit], Number] | None = None,
+) -> Schedule:
+    """Order the tasks of one step.
+
+    Args:
+        kind: `gpipe`: all forwards, then all backwards; a lane with several stages takes them one after the
+            other. `1f1b`: backwards as soon as they can be, so that few activations live. `interleaved`: 1F1B
+            in rounds of as many microbatches as there are lanes, for lanes with several stages. `ministage`:
+            a lane does the forward of all its microbatches through one stage before it begins the next, and
+            the backward in the mirror image, so that each stage's parameters are needed for two stretches of
+            time only (Zorse, arXiv 2507.10392).
+        graph: Lanes, edges, rows, parts and gathers.
+        num_microbatches: In one step.
+        forward_s: Virtual seconds of `F` of one part; equal when None.
+        backward_s: Virtual seconds of `B`; twice `forward_s` when None.
+        transfer_s: Virtual seconds of one part's message from one member to another; none when None.
+
+    Returns:
+        A schedule that `check_schedule` accepts, the same for the same arguments.
+
+    Raises:
+        UserError: Unknown kind, no microbatches, edges that do not lead forward, or parts where the kind does
+            not allow them.
+    """
+    if kind not in SCHEDULES:
+        raise UserError(f"schedule is {kind!r}. Allowed: {', '.join(SCHEDULES)}.")
+    if num_microbatches < 1:
+        raise UserError(f"num_microbatches is {num_microbatches}. It has to be 1 or more.")
     _check_graph(graph)
+    if kind == "interleaved" and any(graph.num_splits(u) > 1 for u in graph.units()):
+        raise UserError(
+            "schedule is 'interleaved', whose rounds are of microbatches, and a member has splits. Set them "
+            "to 1, or take '1f1b', 'gpipe' or 'ministage'."
+        )
     forward = _per_unit(graph, forward_s, 1.0)
     backward = [2 * f for f in forward] if backward_s is None else _per_unit(graph, backward_s, 2.0)
     # Which does a free lane prefer? With equal stages `interleaved` needs F for the textbook's bubble; with
     # unequal ones neither is always the shorter. B is tried first, since it keeps less where both are equal.
     order: list[Task] = []
     length = math.inf
-    for prefer in ("B",) if kind == "gpipe" else ("B", "F"):
+    for prefer in ("B",) if kind in ("gpipe", "ministage") else ("B", "F"):
         play = _Play(kind, prefer, graph, num_microbatches, forward, backward, dict(transfer_s or {}))
         played, seconds = play.run()
         if seconds < length * (1 - 1e-9):
             order, length = played, seconds
+    order = _with_gathers(graph, order)
     by_lane: list[list[Task]] = [[] for _ in range(graph.num_lanes)]
     for task in order:
         by_lane[graph.lanes[task.stage][task.member]].append(task)
@@ -208,7 +220,7 @@ def make_schedule(
         num_microbatches=num_microbatches,
         lanes=tuple(tuple(lane) for lane in by_lane),
         order=tuple(order),
-        bounds=in_flight_bounds(kind, graph.lanes, num_microbatches),
+        bounds=in_flight_bounds(kind, graph, num_microbatches),
     )
 
 
@@ -220,33 +232,36 @@ def plan_schedule(plan: Plan, edges: Iterable[EdgeLike]) -> Schedule:
         edges: Between the program's segments.
     """
     crossing = stage_edges(plan, edges)
+    graph = plan.graph(crossing)
     seconds = [[m.seconds for m in stage.members] for stage in plan.stages]
     known = all(pair is not None for members in seconds for pair in members)
-    return make_schedule(
+    return schedule_graph(
         plan.schedule,
-        plan.lanes(),
+        graph,
         plan.num_microbatches,
-        edges=crossing,
-        rows=[[m.rows for m in stage.members] for stage in plan.stages],
         forward_s=[[pair[0] for pair in members if pair] for members in seconds] if known else None,
         backward_s=[[pair[1] for pair in members if pair] for members in seconds] if known else None,
-        transfer_s={pair: _transfer_s(plan, *pair, size) for pair, size in crossing.items()}
-        if known
-        else None,
+        transfer_s=_delays(plan, graph, crossing) if known else None,
     )
 
 
-def _transfer_s(plan: Plan, producer: int, consumer: int, bytes_per_row: Number) -> float:
-    """The longest way from a member of one stage to a member of another."""
-    longest = 0.0
-    for a in plan.stages[producer].members:
-        for b in plan.stages[consumer].members:
-            num_rows = min(a.rows[1], b.rows[1]) - max(a.rows[0], b.rows[0])
-            if num_rows > 0 and (a.group, a.devices) != (b.group, b.devices):
-                link = plan.cluster.link(a.group, b.group)
-                size = DTYPE_BYTES[plan.cluster.group(a.group).dtype] / 4
-                longest = max(longest, link.transfer_s(bytes_per_row * num_rows * size))
-    return longest
+def _delays(
+    plan: Plan, graph: StageGraph, crossing: Mapping[tuple[int, int], Number]
+) -> dict[tuple[Unit, Unit], float]:
+    """Seconds of one part's message between members that do not share their devices."""
+    result = {}
+    for a in graph.units():
+        one = plan.stages[a[0]].members[a[1]]
+        size = DTYPE_BYTES[plan.cluster.group(one.group).dtype] / 4
+        for b in graph.consumers(*a):
+            two = plan.stages[b[0]].members[b[1]]
+            if (one.group, one.devices) == (two.group, two.devices):
+                continue
+            common = min(one.rows[1], two.rows[1]) - max(one.rows[0], two.rows[0])
+            link = plan.cluster.link_between(one.group, one.devices, two.group, two.devices)
+            share = max(x for _, _, x in graph.links(a, b))
+            result[a, b] = link.transfer_s(crossing[a[0], b[0]] * common * size * share)
+    return result
 
 
 def _check_graph(graph: StageGraph) -> None:
@@ -274,9 +289,9 @@ def _per_unit(graph: StageGraph, times: Times | None, default: float) -> list[fl
 class _Play:
     """Plays the tasks in virtual time and notes in which order they start.
 
-    Deadlock cannot happen: F and B of one member go in order of microbatches, so nothing later fills the
-    place of the lowest unfinished microbatch in a stage; and a lane's bound keeps room for what that
-    microbatch still has to do in the lane. So its next task can always run.
+    Deadlock cannot happen: F and B of one member go in order of its parts, so nothing later fills the place
+    of the lowest unfinished one in a stage; and a lane's bound keeps room for what that one still has to do
+    in the lane. So its next task can always run.
     """
 
     def __init__(
@@ -287,10 +302,10 @@ class _Play:
         num_microbatches: int,
         forward_s: Sequence[float],
         backward_s: Sequence[float],
-        transfer_s: Mapping[tuple[int, int], Number],
+        transfer_s: Mapping[tuple[Unit, Unit], Number],
     ) -> None:
         self.kind, self.prefer, self.graph, self.num_microbatches = kind, prefer, graph, num_microbatches
-        self.bounds = in_flight_bounds(kind, graph.lanes, num_microbatches)
+        self.bounds = in_flight_bounds(kind, graph, num_microbatches)
         self.units = graph.units()
         index = {unit: u for u, unit in enumerate(self.units)}
         n = len(self.units)
@@ -298,36 +313,47 @@ class _Play:
         self.lane = [graph.lanes[s][k] for s, k in self.units]
         self.seconds = {"F": forward_s, "B": backward_s}
         self.delay = transfer_s
-        self.producers = [[index[p] for p in graph.producers(*unit)] for unit in self.units]
-        self.consumers = [[index[c] for c in graph.consumers(*unit)] for unit in self.units]
         self.mine = [[u for u in range(n) if self.lane[u] == lane] for lane in range(graph.num_lanes)]
-        # Next microbatch of each member, and the inputs that each of them still waits for.
-        self.next = {"F": [0] * n, "B": [0] * n}
-        M = num_microbatches
-        self.missing = {
-            "F": [[len(p)] * M for p in self.producers],
-            "B": [[len(c) + 1] * M for c in self.consumers],
+        self.splits = [graph.num_splits(unit) for unit in self.units]
+        self.parts = [num_microbatches * splits for splits in self.splits]
+        self.bound = [self.bounds.unit[s][k] for s, k in self.units]
+        # For each part within a microbatch: (unit, splits, part) that reads it, forward and backward.
+        self.sent: dict[str, list[list[list[tuple[int, int, int]]]]] = {
+            op: [[[] for _ in range(splits)] for splits in self.splits] for op in "FB"
         }
-        # By lane and microbatch k: what is alive of k and later ones, and what k still has to run forward.
-        self.need = [[len(us)] * M for us in self.mine]
-        self.lane_forwards_left = [len(us) * M for us in self.mine]
-        self.lane_left = [2 * len(us) * M for us in self.mine]
-        self.unfinished = [n] * M  # members whose B of a microbatch is not done
-        self.lowest = 0  # lowest unfinished microbatch
+        waits = {"F": [[0] * x for x in self.splits], "B": [[1] * x for x in self.splits]}
+        for u, unit in enumerate(self.units):
+            for consumer in graph.consumers(*unit):
+                v = index[consumer]
+                for p, q, _ in graph.links(unit, consumer):
+                    self.sent["F"][u][p].append((v, self.splits[v], q))
+                    self.sent["B"][v][q].append((u, self.splits[u], p))
+                    waits["F"][v][q] += 1
+                    waits["B"][u][p] += 1
+        # Next part of each member, and the inputs that each of them still waits for.
+        self.next = {"F": [0] * n, "B": [0] * n}
+        self.missing = {op: [one * num_microbatches for one in waits[op]] for op in "FB"}
+        self.lane_forwards_left = [sum(self.parts[u] for u in us) for us in self.mine]
+        self.lane_left = [2 * left for left in self.lane_forwards_left]
+        # Of `interleaved`, by lane and microbatch k: what is alive of k and later ones, and what k still has
+        # to run forward; members whose B of a microbatch is not done; the lowest unfinished microbatch.
+        self.need = [[len(us)] * num_microbatches for us in self.mine]
+        self.unfinished = [n] * num_microbatches
+        self.lowest = 0
         self.round = graph.num_lanes
 
-    def priority(self, op: str, u: int, m: int) -> tuple[bool, int, int, int]:
+    def priority(self, op: str, u: int, m: int) -> tuple[bool, Number, int, int]:
         """What a lane prefers: the smallest key among what is ready."""
         stage = self.stage[u] if op == "F" else -self.stage[u]
         if self.kind == "gpipe":
             return op == "B", stage, m, 0
         if self.kind == "1f1b":
-            return op != self.prefer, m, stage, 0
+            return op != self.prefer, m / self.splits[u], stage, 0
         return op != self.prefer, m // self.round, stage, m
 
     def admits(self, u: int, m: int) -> bool:
-        """Whether the stated bound lets a member start `F` of microbatch `m`."""
-        if self.next["F"][u] - self.next["B"][u] >= self.bounds.stage[self.stage[u]]:
+        """Whether the stated bound lets a member start `F` of part `m`."""
+        if self.next["F"][u] - self.next["B"][u] >= self.bound[u]:
             return False
         if self.kind != "interleaved":
             return True
@@ -336,11 +362,13 @@ class _Play:
 
     def pick(self, lane: int) -> tuple[str, int] | None:
         """The best task that the lane can start now."""
-        best: tuple[tuple[bool, int, int, int], str, int] | None = None
+        if self.kind == "ministage":
+            return self.pick_in_turn(lane)
+        best: tuple[tuple[bool, Number, int, int], str, int] | None = None
         for u in self.mine[lane]:
             for op in ("B", "F"):
                 m = self.next[op][u]
-                if m == self.num_microbatches or self.missing[op][u][m]:
+                if m == self.parts[u] or self.missing[op][u][m]:
                     continue
                 if op == "F" and not self.admits(u, m):
                     continue
@@ -350,6 +378,15 @@ class _Play:
                 if best is None or key < best[0]:
                     best = key, op, u
         return None if best is None else best[1:]
+
+    def pick_in_turn(self, lane: int) -> tuple[str, int] | None:
+        """The lane's next task stage by stage, if it can start now."""
+        turns = [("F", u) for u in self.mine[lane]] + [("B", u) for u in reversed(self.mine[lane])]
+        for op, u in turns:
+            m = self.next[op][u]
+            if m < self.parts[u]:
+                return None if self.missing[op][u][m] else (op, u)
+        return None
 
     def start(self, op: str, u: int) -> Task:
         """Account for a task that starts."""
@@ -373,7 +410,7 @@ class _Play:
         graph = self.graph
         order = [Task("G", s, -1, k) for s, k in self.units]
         reduces = _Reduces(self)
-        # Events: (time, sequence, what, op, member, microbatch); `what` is 0 task done, 1 input arrived.
+        # Events: (time, sequence, what, op, member, part); `what` is 0 task done, 1 input arrived.
         events: list[tuple[float, int, int, str, int, int]] = []
         sequence = 0
         idle = set(range(graph.num_lanes))
@@ -401,30 +438,30 @@ class _Play:
                     self.missing[op][u][m] -= 1
                     continue
                 idle.add(self.lane[u])
-                for target_op, v, delay in self.finish(op, u, m):
+                for target_op, v, part, delay in self.finish(op, u, m):
                     if delay:
                         sequence += 1
-                        heapq.heappush(events, (now + delay, sequence, 1, target_op, v, m))
+                        heapq.heappush(events, (now + delay, sequence, 1, target_op, v, part))
                     else:
-                        self.missing[target_op][v][m] -= 1
+                        self.missing[target_op][v][part] -= 1
                         touched.add(self.lane[v])
-                if op == "B":
+                if op == "B" and self.kind == "interleaved":
                     touched |= self.settle(m)
-        left = [
-            str(self.units[u]) for u in range(len(self.units)) if self.next["B"][u] < self.num_microbatches
-        ]
+        left = [str(self.units[u]) for u in range(len(self.units)) if self.next["B"][u] < self.parts[u]]
         assert not left, f"a schedule never deadlocks, and {left} still have work"
         return order + [Task("U", s, -1, k) for s, k in self.units], now
 
-    def finish(self, op: str, u: int, m: int) -> list[tuple[str, int, float]]:
+    def finish(self, op: str, u: int, m: int) -> list[tuple[str, int, int, float]]:
         """Account for a task that is done; the inputs that it provides and how long they travel."""
-        if op == "F":
-            sent = [("F", v, self.delay.get((self.stage[u], self.stage[v]), 0.0)) for v in self.consumers[u]]
-            return [("B", u, 0.0), *sent]
-        if self.kind == "interleaved":
+        microbatch, part = divmod(m, self.splits[u])
+        result = [("B", u, m, 0.0)] if op == "F" else []
+        for v, splits, other in self.sent[op][u][part]:
+            pair = (self.units[u], self.units[v]) if op == "F" else (self.units[v], self.units[u])
+            result.append((op, v, microbatch * splits + other, self.delay.get(pair, 0.0)))
+        if op == "B" and self.kind == "interleaved":
             for k in range(self.lowest, m + 1):
                 self.need[self.lane[u]][k] -= 1
-        return [("B", v, self.delay.get((self.stage[v], self.stage[u]), 0.0)) for v in self.producers[u]]
+        return result
 
     def settle(self, m: int) -> set[int]:
         """Note one member's `B` of a microbatch.
@@ -457,95 +494,48 @@ class _Reduces:
 
     def _issued(self, stage: int) -> bool:
         play = self.play
-        return all(
-            play.next["B"][u] == play.num_microbatches for u, (s, _) in enumerate(play.units) if s == stage
-        )
+        return all(play.next["B"][u] == play.parts[u] for u, (s, _) in enumerate(play.units) if s == stage)
 
 
-def check_schedule(schedule: Schedule) -> None:
-    """Verify a schedule: every task once, no deadlock, the stated bound.
+def _with_gathers(graph: StageGraph, order: list[Task]) -> list[Task]:
+    """The order with `G` and `R` of parameters that come and go where they belong.
 
-    Raises:
-        UserError: Names the first task or stage that is wrong.
+    A stage's parameters are gathered while its lane runs the stage before, so that no more than two stages'
+    are there at once; its gradients are reduced as soon as its last `B` is issued.
     """
-    graph, M = schedule.graph, schedule.num_microbatches
-    expected = {Task(op, s, -1, k) for op in "GRU" for s, k in graph.units()}
-    expected |= {Task(op, s, m, k) for op in "FB" for s, k in graph.units() for m in range(M)}
-    seen: set[Task] = set()
-    for number, lane in enumerate(schedule.lanes):
-        for task in lane:
-            if task not in expected:
-                raise UserError(f"Lane {number} has task {task}, which the plan does not know.")
-            if task in seen:
-                raise UserError(f"Task {task} is listed twice (lane {number}).")
-            if graph.lanes[task.stage][task.member] != number:
-                right = graph.lanes[task.stage][task.member]
-                raise UserError(f"Task {task} is in lane {number} and belongs in lane {right}.")
-            seen.add(task)
-    if seen != expected:
-        raise UserError(f"Task {min(expected - seen)} is in no lane.")
-    _check_deadlock(schedule)
-    _check_order(schedule)
-    _check_bounds(schedule)
-
-
-def _check_deadlock(schedule: Schedule) -> None:
-    """Play the lanes without time: every lane's head must get its turn."""
-    done: set[Task] = set()
-    heads = [0] * len(schedule.lanes)
-    moved = True
-    while moved:
-        moved = False
-        for number, lane in enumerate(schedule.lanes):
-            while heads[number] < len(lane):
-                task = lane[heads[number]]
-                if not all(d in done for d in schedule.dependencies(task)):
-                    break
-                done.add(task)
-                heads[number] += 1
-                moved = True
-    stuck = [(n, lane[heads[n]]) for n, lane in enumerate(schedule.lanes) if heads[n] < len(lane)]
-    if stuck:
-        number, task = stuck[0]
-        missing = next(d for d in schedule.dependencies(task) if d not in done)
-        raise UserError(f"Deadlock: lane {number} waits at {task} for {missing}, which can never run.")
-
-
-def _check_order(schedule: Schedule) -> None:
-    """`order` agrees with the lanes and the dependencies."""
-    if len(schedule.order) != sum(map(len, schedule.lanes)):
-        raise UserError(
-            f"order has {len(schedule.order)} tasks, and the lanes {sum(map(len, schedule.lanes))}."
-        )
-    heads = [0] * len(schedule.lanes)
-    done: set[Task] = set()
-    for task in schedule.order:
-        number = schedule.graph.lanes[task.stage][task.member]
-        lane = schedule.lanes[number]
-        if heads[number] == len(lane) or lane[heads[number]] != task:
-            raise UserError(f"order has {task} where it does not stand in lane {number}.")
-        missing = [d for d in schedule.dependencies(task) if d not in done]
-        if missing:
-            raise UserError(f"order has {task} before {missing[0]}, which it needs.")
-        heads[number] += 1
-        done.add(task)
-
-
-def _check_bounds(schedule: Schedule) -> None:
-    """Replay each lane and count what is alive."""
-    for number, lane in enumerate(schedule.lanes):
-        alive: dict[tuple[int, int], int] = {}
-        for task in lane:
-            unit = task.stage, task.member
-            if task.op in "FB":
-                alive[unit] = alive.get(unit, 0) + (1 if task.op == "F" else -1)
-            if alive.get(unit, 0) > schedule.bounds.stage[task.stage]:
-                raise UserError(
-                    f"Stage {task.stage} keeps {alive[unit]} microbatches at {task}, and the bound of "
-                    f"{schedule.kind} is {schedule.bounds.stage[task.stage]}."
-                )
-            if sum(alive.values()) > schedule.bounds.lane[number]:
-                raise UserError(
-                    f"Lane {number} keeps {sum(alive.values())} microbatches at {task}, and the bound of "
-                    f"{schedule.kind} is {schedule.bounds.lane[number]}."
-                )
+    passing = {u for u in graph.units() if graph.is_gathered(u)}
+    if not passing:
+        return order
+    in_lane: dict[int, list[Unit]] = {}
+    for s, k in graph.units():
+        in_lane.setdefault(graph.lanes[s][k], []).append((s, k))
+    # By the first task of a stage on a lane: what is gathered when it is issued, unless it has been.
+    ahead: dict[tuple[str, Unit], list[Task]] = {}
+    for units in in_lane.values():
+        for i, (s, k) in enumerate(units):
+            if (s, k) not in passing:
+                continue
+            own = [("F", Task("G", s, -1, k), units[max(i - 1, 0)])]
+            if graph.gathers is not None and graph.gathers[s][k] == 2:
+                own.append(("B", Task("G", s, -2, k), units[min(i + 1, len(units) - 1)]))
+            for op, gather, before in own:
+                for unit in {before, (s, k)}:
+                    ahead.setdefault((op, unit), []).append(gather)
+    issued: set[Task] = set()
+    num_left = {s: sum(1 for t in order if t.op == "B" and t.stage == s) for s, _ in passing}
+    result: list[Task] = []
+    for task in order:
+        unit = task.stage, task.member
+        if task.op in "GR" and unit in passing:
+            continue
+        if task.op in "FB" and task.microbatch == 0:
+            due = [g for g in ahead.get((task.op, unit), []) if g not in issued]
+            result += due
+            issued.update(due)
+        result.append(task)
+        if task.op == "B" and task.stage in num_left:
+            num_left[task.stage] -= 1
+            if num_left[task.stage] == 0:
+                members = range(len(graph.lanes[task.stage]))
+                result += [Task("R", task.stage, -1, j) for j in members if (task.stage, j) in passing]
+    return result

@@ -1,8 +1,9 @@
 """Plays a plan's own task lists on costs and links: timeline, use of each group, memory over time.
 
-In-order compute in each lane; messages in the order in which they are sent, one at a time in each direction
-between two groups, at the link's full bandwidth; gradients reduced and parameters updated at the end of the
-step.
+In-order compute in each lane, and beside it a stream each for the gathers and the reductions of parameters
+that come and go, and for copies to and from the host; messages in the order in which they are sent, one at a
+time in each direction between two groups, at the link's full bandwidth; other gradients reduced and all
+parameters updated at the end of the step.
 """
 
 from __future__ import annotations
@@ -12,70 +13,35 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from hetjax.cluster import Link
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
-from hetjax.devices import DTYPE_BYTES, Number
+from hetjax.devices import Number
+from hetjax.graph import Unit
 from hetjax.memory import Memory
-from hetjax.plan import Plan, stage_edges, stage_of_segment
-from hetjax.schedule import Schedule, StageGraph, Task, plan_schedule
+from hetjax.plan import Plan
+from hetjax.schedule import Schedule, Task, plan_schedule
+from hetjax.workload import Message, Workload, workload
 
-Unit = tuple[int, int]
-"""(stage, member)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """What one member sends to another.
-
-    Attributes:
-        channel: Messages with the same channel go one after the other.
-        link: What they go over.
-        num_bytes: Size.
-    """
-
-    channel: tuple[object, object]
-    link: Link
-    num_bytes: Number
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Everything that the tasks of a schedule cost.
-
-    Attributes:
-        seconds: By (op, stage, member).
-        recompute_s: Part of a member's `B` that repeats the forward.
-        forward: Message from producer to consumer, one a microbatch; none where they share their devices.
-        backward: The same in the other direction, keyed (consumer, producer).
-        reductions: Sent after a member's `R`: to the other members of its stage, to the owner of tied
-            parameters.
-        updates: Sent after a member's `U`: from the owner of tied parameters to a reader.
-        barrier_s: Between the last reduction and the first update: the global norm goes round.
-        memory: Bytes per device of each member.
-        input_bytes: Per device, of one microbatch's inputs from another member, keyed as `forward`.
-        cotangent_bytes: Per device, of one microbatch's cotangents, keyed as `backward`.
-    """
-
-    seconds: Mapping[tuple[str, int, int], Number]
-    recompute_s: Mapping[Unit, Number] = dataclasses.field(default_factory=dict)
-    forward: Mapping[tuple[Unit, Unit], Message] = dataclasses.field(default_factory=dict)
-    backward: Mapping[tuple[Unit, Unit], Message] = dataclasses.field(default_factory=dict)
-    reductions: Mapping[Unit, Sequence[Message]] = dataclasses.field(default_factory=dict)
-    updates: Mapping[Unit, Sequence[Message]] = dataclasses.field(default_factory=dict)
-    barrier_s: Number = 0.0
-    memory: Mapping[Unit, Memory] = dataclasses.field(default_factory=dict)
-    input_bytes: Mapping[tuple[Unit, Unit], Number] = dataclasses.field(default_factory=dict)
-    cotangent_bytes: Mapping[tuple[Unit, Unit], Number] = dataclasses.field(default_factory=dict)
+ASIDE = ("G", "R")
+"""Tasks that run on a stream of their own where the member's parameters come and go."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One task on one lane, from start to end."""
+    """One task on one stream of a lane, from start to end.
+
+    Attributes:
+        lane: Of the schedule.
+        task: What runs; for a copy to or from the host, the task that it belongs to.
+        start_s: Seconds from the start of the step.
+        end_s: Seconds from the start of the step.
+        stream: `compute`, `gather`, `reduce`, `to host` or `from host`.
+    """
 
     lane: int
     task: Task
     start_s: Number
     end_s: Number
+    stream: str = "compute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,42 +91,66 @@ class _Player:
 
     def __init__(self, schedule: Schedule, work: Workload) -> None:
         self.schedule, self.work, self.graph = schedule, work, schedule.graph
-        graph: StageGraph = self.graph
+        graph = self.graph
         units = graph.units()
-        self.producers = {u: graph.producers(*u) for u in units}
-        self.consumers = {u: graph.consumers(*u) for u in units}
+        self.splits = {u: graph.num_splits(u) for u in units}
+        self.lane = {(s, k): graph.lanes[s][k] for s, k in units}
+        self.passing = {u for u in units if graph.is_gathered(u)}
         self.heads = [0] * len(schedule.lanes)
         self.busy = [False] * len(schedule.lanes)
+        M = schedule.num_microbatches
+        # For each part within a microbatch: (unit, splits, part, share of the message) that reads it.
+        self.sent: dict[tuple[str, Unit], list[list[tuple[Unit, int, int, float]]]] = {
+            (op, u): [[] for _ in range(self.splits[u])] for op in "FB" for u in units
+        }
+        waits = {(op, u): [0] * self.splits[u] for op in "FB" for u in units}
+        for u in units:
+            for v in graph.consumers(*u):
+                for p, q, share in graph.links(u, v):
+                    self.sent["F", u][p].append((v, self.splits[v], q, share))
+                    self.sent["B", v][q].append((u, self.splits[u], p, share))
+                    waits["F", v][q] += 1
+                    waits["B", u][p] += 1
         # What each task still waits for from elsewhere; its own lane's order covers the rest.
-        self.missing: dict[Task, int] = {}
-        for s, k in units:
-            others = sum(1 for lane in graph.lanes[s] if lane != graph.lanes[s][k])
-            self.missing[Task("R", s, -1, k)] = others * schedule.num_microbatches
-            for m in range(schedule.num_microbatches):
-                self.missing[Task("F", s, m, k)] = len(self.producers[s, k])
-                self.missing[Task("B", s, m, k)] = len(self.consumers[s, k])
+        self.missing: dict[tuple[str, Unit], list[int]] = {key: one * M for key, one in waits.items()}
+        for u in units:
+            others = [j for j, lane in enumerate(graph.lanes[u[0]]) if lane != self.lane[u]]
+            self.missing["R", u] = [M * sum(self.splits[u[0], j] for j in others)]
+            twice = graph.gathers is not None and graph.gathers[u[0]][u[1]] == 2
+            if u in self.passing:
+                self.missing["F", u] = [n + 1 for n in self.missing["F", u]]
+            if twice:
+                self.missing["B", u] = [n + 1 for n in self.missing["B", u]]
+        self.backwards_left = {u: M * self.splits[u] for u in units}
+        self.on_host: dict[Unit, Number] = {u: s for u, s in work.host_copy_s.items() if s > 0}
+        # Of members with activations on the host: parts whose copy back is due, and what is back.
+        self.copied_back = dict.fromkeys(self.on_host, 0)
+        self.returned: set[tuple[Unit, int]] = set()
         self.reductions_left = len(units) + sum(len(work.reductions.get(u, ())) for u in units)
-        self.events: list[tuple[Number, int, str, Task, Unit | None]] = []
+        self.events: list[tuple[Number, int, str, Task, Unit | None, float]] = []
         self.sequence = 0
-        self.free: dict[tuple[object, object], Number] = {}
+        self.free: dict[object, Number] = {}
         self.timeline: list[Span] = []
         self.passages: list[Passage] = []
         self.memory: dict[Unit, list[tuple[Number, Number]]] = {u: [] for u in units}
         self.end = 0.0
 
-    def post(self, time: Number, what: str, task: Task, sender: Unit | None = None) -> None:
+    def post(
+        self, time: Number, what: str, task: Task, sender: Unit | None = None, share: float = 1.0
+    ) -> None:
         """Something happens at a time: a task is `done`, an input or the `barrier` has `arrived`."""
         self.sequence += 1
-        heapq.heappush(self.events, (time, self.sequence, what, task, sender))
+        heapq.heappush(self.events, (time, self.sequence, what, task, sender, share))
 
-    def send(self, now: Number, message: Message | None, task: Task) -> Number:
+    def send(self, now: Number, message: Message | None, task: Task, share: float = 1.0) -> Number:
         """Put a message on its channel; when it has arrived."""
         if message is None:
             return now
+        size = message.num_bytes * share
         start = max(now, self.free.get(message.channel, 0.0))
-        end = start + message.num_bytes / (message.link.bandwidth_gb_per_s * 1e9)
+        end = start + message.link.occupied_s(size)
         self.free[message.channel] = end
-        self.passages.append(Passage(message.channel, task, message.num_bytes, start, end))
+        self.passages.append(Passage(message.channel, task, size, start, end))
         return end + message.link.latency_us * 1e-6
 
     def run(self) -> Played:
@@ -174,11 +164,16 @@ class _Player:
                 break
             now, lanes = self.events[0][0], set()
             while self.events and self.events[0][0] == now:
-                _, _, what, task, sender = heapq.heappop(self.events)
+                _, _, what, task, sender, share = heapq.heappop(self.events)
                 if what == "done":
                     lanes |= self.finish(task, now)
                 elif what == "arrived":
-                    lanes.add(self.receive(task, sender, now))
+                    lanes.add(self.receive(task, sender, share, now))
+                elif what == "aside":
+                    lanes.add(self.arrive_aside(task, now))
+                elif what == "returned":
+                    self.returned.add(((task.stage, task.member), task.microbatch))
+                    lanes.add(self.lane[task.stage, task.member])
                 else:
                     self.reductions_left -= 1
                     if self.reductions_left == 0:
@@ -191,207 +186,152 @@ class _Player:
         assert not stuck, f"a checked schedule never deadlocks, and {stuck[0]} waits for ever"
         return Played(self.end, tuple(self.timeline), tuple(self.passages), self.memory)
 
+    def ready(self, task: Task, unit: Unit) -> bool:
+        """Whether everything that a task needs from elsewhere is there."""
+        op, m = task.op, task.microbatch
+        if op in "FB":
+            if self.missing[op, unit][m]:
+                return False
+            return op == "F" or unit not in self.on_host or (unit, m) in self.returned
+        if op == "R":
+            return not self.missing["R", unit][0]
+        return op == "G" or self.reductions_left < -1
+
     def advance(self, lane: int, now: Number) -> None:
-        """Start the next task of a lane if it can."""
+        """Start the next task of a lane if it can, and what stands before it on streams of its own."""
         tasks = self.schedule.lanes[lane]
-        if self.busy[lane] or self.heads[lane] == len(tasks):
-            return
-        task = tasks[self.heads[lane]]
-        if self.missing.get(task, 0) or (task.op == "U" and self.reductions_left >= -1):
-            return
-        self.heads[lane] += 1
-        self.busy[lane] = True
-        unit = task.stage, task.member
-        end = now + self.work.seconds.get((task.op, *unit), 0.0)
-        self.timeline.append(Span(lane, task, now, end))
+        while not self.busy[lane] and self.heads[lane] < len(tasks):
+            task = tasks[self.heads[lane]]
+            unit = task.stage, task.member
+            if task.op == "B" and unit in self.on_host:
+                self.fetch(unit, task.microbatch, now)
+            if not self.ready(task, unit):
+                return
+            self.heads[lane] += 1
+            if task.op in ASIDE and unit in self.passing:
+                self.start_aside(lane, task, unit, now)
+                continue
+            self.busy[lane] = True
+            end = now + self.work.seconds.get((task.op, *unit), 0.0)
+            self.timeline.append(Span(lane, task, now, end))
+            memory = self.work.memory.get(unit)
+            if memory is not None:
+                self.memory[unit] += self.footprint(task, unit, memory, now, end)
+            if task.op == "B" and unit in self.on_host:
+                self.fetch(unit, task.microbatch + 1, now)
+            self.post(end, "done", task)
+
+    def stream(self, lane: int, name: str, task: Task, now: Number, seconds: Number) -> tuple[Number, Number]:
+        """Put work on a lane's side stream; its start and end."""
+        start = max(now, self.free.get((lane, name), 0.0))
+        self.free[lane, name] = start + seconds
+        self.timeline.append(Span(lane, task, start, start + seconds, name))
+        return start, start + seconds
+
+    def start_aside(self, lane: int, task: Task, unit: Unit, now: Number) -> None:
+        """A gather or a reduction, beside the compute."""
+        name = "gather" if task.op == "G" else "reduce"
+        start, end = self.stream(lane, name, task, now, self.work.seconds.get((task.op, *unit), 0.0))
         memory = self.work.memory.get(unit)
         if memory is not None:
-            self.memory[unit] += self.footprint(task, unit, memory, now, end)
-        self.post(end, "done", task)
+            change = (start, memory.copy_bytes) if task.op == "G" else (end, -memory.accumulator_bytes)
+            self.memory[unit].append(change)
+        self.post(end, "aside", task)
+
+    def arrive_aside(self, task: Task, now: Number) -> int:
+        """A gather or a reduction is done; the lane that may go on."""
+        unit = task.stage, task.member
+        if task.op == "R":
+            self.finish(task, now)
+        else:
+            op = "F" if task.microbatch == -1 else "B"
+            self.missing[op, unit] = [n - 1 for n in self.missing[op, unit]]
+        return self.lane[unit]
+
+    def fetch(self, unit: Unit, part: int, now: Number) -> None:
+        """Begin the copy back from the host of everything up to a part."""
+        last = self.schedule.num_microbatches * self.splits[unit]
+        while self.copied_back[unit] <= min(part, last - 1):
+            task = Task("B", unit[0], self.copied_back[unit], unit[1])
+            start, end = self.stream(self.lane[unit], "from host", task, now, self.on_host[unit])
+            self.post(end, "returned", task)
+            if unit in self.work.memory:
+                self.memory[unit].append((start, self.work.memory[unit].host_kept_bytes_per_part))
+            self.copied_back[unit] += 1
 
     def footprint(
         self, task: Task, unit: Unit, memory: Memory, start: Number, end: Number
     ) -> list[tuple[Number, Number]]:
         """What a task allocates and frees, and when."""
         changes = [] if task.op == "G" else [(start, memory.workspace_bytes), (end, -memory.workspace_bytes)]
-        kept = memory.kept_bytes_per_microbatch
-        if task.op == "F":
-            used = sum(self.work.input_bytes.get((p, unit), 0.0) for p in self.producers[unit])
-            changes += [(start, kept - used)]
-        elif task.op == "B":
-            used = sum(self.work.cotangent_bytes.get((c, unit), 0.0) for c in self.consumers[unit])
-            changes += [(end, -kept - used)]
+        kept = memory.kept_bytes_per_part
+        if task.op in "FB":
+            op, part = task.op, task.microbatch % self.splits[unit]
+            used = 0.0
+            sizes = self.work.input_bytes if op == "F" else self.work.cotangent_bytes
+            for other, _, _, share in self.sent["B" if op == "F" else "F", unit][part]:
+                used += sizes.get((other, unit), 0.0) * share
+            changes += [(start, kept - used)] if op == "F" else [(end, -kept - used)]
+            passing = memory.host_kept_bytes_per_part
+            if passing:
+                changes.append((start, passing) if op == "F" else (end, -passing))
+        if unit in self.passing:
+            first, last = self.backwards_left[unit], task.op == "B" and self.backwards_left[unit] == 1
+            total = self.schedule.num_microbatches * self.splits[unit]
+            if task.op == "B" and first == total:
+                changes.append((start, memory.accumulator_bytes))
+            twice = self.graph.gathers is not None and self.graph.gathers[unit[0]][unit[1]] == 2
+            if last or (twice and task.op == "F" and task.microbatch == total - 1):
+                changes.append((end, -memory.copy_bytes))
+        if task.op == "B":
+            self.backwards_left[unit] -= 1
         return changes
 
-    def receive(self, task: Task, sender: Unit | None, now: Number) -> int:
+    def receive(self, task: Task, sender: Unit | None, share: float, now: Number) -> int:
         """An input of a task has arrived; the task's lane."""
-        self.missing[task] -= 1
         unit = task.stage, task.member
+        self.missing[task.op, unit][task.microbatch] -= 1
         if sender is not None and unit in self.memory:
             sizes = self.work.input_bytes if task.op == "F" else self.work.cotangent_bytes
-            size = sizes.get((sender, unit), 0.0)
+            size = sizes.get((sender, unit), 0.0) * share
             if size:
                 self.memory[unit].append((now, size))
-        return self.graph.lanes[task.stage][task.member]
+        return self.lane[unit]
 
     def finish(self, task: Task, now: Number) -> set[int]:
         """A task is done: send what it made; the lanes that may go on."""
         op, s, m, k = task
-        lane = self.graph.lanes[s][k]
-        self.busy[lane] = False
+        unit = s, k
+        lane = self.lane[unit]
+        aside = op in ASIDE and unit in self.passing
+        if not aside:
+            self.busy[lane] = False
         lanes = {lane}
-        if op == "F":
-            for c in self.consumers[s, k]:
-                arrival = self.send(now, self.work.forward.get(((s, k), c)), task)
-                self.post(arrival, "arrived", Task("F", c[0], m, c[1]), (s, k))
-        elif op == "B":
-            for p in self.producers[s, k]:
-                arrival = self.send(now, self.work.backward.get(((s, k), p)), task)
-                self.post(arrival, "arrived", Task("B", p[0], m, p[1]), (s, k))
+        if op in "FB":
+            microbatch, part = divmod(m, self.splits[unit])
+            messages = self.work.forward if op == "F" else self.work.backward
+            for other, splits, q, share in self.sent[op, unit][part]:
+                arrival = self.send(now, messages.get((unit, other)), task, share)
+                self.post(
+                    arrival, "arrived", Task(op, other[0], microbatch * splits + q, other[1]), unit, share
+                )
+        if op == "F" and unit in self.on_host:
+            _, gone = self.stream(lane, "to host", task, now, self.on_host[unit])
+            if unit in self.work.memory:
+                self.memory[unit].append((gone, -self.work.memory[unit].host_kept_bytes_per_part))
+        if op == "B":
             for j, other in enumerate(self.graph.lanes[s]):
                 if other != lane:
-                    self.missing[Task("R", s, -1, j)] -= 1
+                    self.missing["R", (s, j)][0] -= 1
                     lanes.add(other)
         elif op == "R":
             self.post(now, "reduced", task)
-            for message in self.work.reductions.get((s, k), ()):
+            for message in self.work.reductions.get(unit, ()):
                 self.post(self.send(now, message, task), "reduced", task)
         elif op == "U":
-            for message in self.work.updates.get((s, k), ()):
+            for message in self.work.updates.get(unit, ()):
                 self.end = max(self.end, self.send(now, message, task))
         return lanes
-
-
-def member_seconds(plan: Plan, program: ProgramLike, costs: Costs) -> dict[tuple[str, int, int], Number]:
-    """Seconds of every (op, stage, member)."""
-    segments = program.segments()
-    result: dict[tuple[str, int, int], Number] = {}
-    for s, stage in enumerate(plan.stages):
-        inside = segments[slice(*stage.segments)]
-        params = float(sum(x.param_bytes for x in inside))
-        for k, member in enumerate(stage.members):
-            group, axes, rows = plan.cluster.group(member.group), member.axes, member.num_rows
-            result["F", s, k] = sum(costs.forward_s(x, group, rows, axes) for x in inside)
-            result["B", s, k] = sum(
-                costs.backward_s(x, group, rows, axes, r) for x, r in zip(inside, member.remat, strict=True)
-            )
-            result["G", s, k] = costs.gather_s(params, group, axes)
-            result["R", s, k] = costs.reduce_s(params, group, axes)
-            result["U", s, k] = costs.update_s(params, group, axes)
-    return result
-
-
-def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
-    """The plan with each member's expected seconds, by which its schedule orders the tasks."""
-    seconds = member_seconds(plan, program, costs)
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            members=tuple(
-                dataclasses.replace(m, seconds=(float(seconds["F", s, k]), float(seconds["B", s, k])))
-                for k, m in enumerate(stage.members)
-            ),
-        )
-        for s, stage in enumerate(plan.stages)
-    )
-    return dataclasses.replace(plan, stages=stages)
-
-
-def workload(plan: Plan, program: ProgramLike, costs: Costs) -> Workload:
-    """What the tasks of a plan cost."""
-    segments = program.segments()
-    forward, backward, inputs, cotangents = _boundaries(plan, program)
-    recompute = {}
-    for s, stage in enumerate(plan.stages):
-        for k, member in enumerate(stage.members):
-            group = plan.cluster.group(member.group)
-            recompute[s, k] = sum(
-                costs.recompute_s(x, group, member.num_rows, member.axes, r)
-                for x, r in zip(segments[slice(*stage.segments)], member.remat, strict=True)
-            )
-    used = sorted({m.group for stage in plan.stages for m in stage.members})
-    latencies = [plan.cluster.link(a, b).latency_us for a in used for b in used if a != b]
-    reductions, updates = _end_of_step(plan, program)
-    return Workload(
-        seconds=member_seconds(plan, program, costs),
-        recompute_s=recompute,
-        forward=forward,
-        backward=backward,
-        reductions=reductions,
-        updates=updates,
-        barrier_s=2e-6 * max(latencies, default=0.0),
-        memory=plan.member_memory(program),
-        input_bytes=inputs,
-        cotangent_bytes=cotangents,
-    )
-
-
-def _message(plan: Plan, a: Unit, b: Unit, num_bytes: Number) -> Message | None:
-    """From one member to another; None where both are on the same devices."""
-    one, two = plan.stages[a[0]].members[a[1]], plan.stages[b[0]].members[b[1]]
-    if (one.group, one.devices) == (two.group, two.devices):
-        return None
-    same = one.group == two.group
-    channel = (one.devices, two.devices) if same else (one.group, two.group)
-    return Message(channel, plan.cluster.link(one.group, two.group), num_bytes)
-
-
-def _boundaries(
-    plan: Plan, program: ProgramLike
-) -> tuple[
-    dict[tuple[Unit, Unit], Message],
-    dict[tuple[Unit, Unit], Message],
-    dict[tuple[Unit, Unit], Number],
-    dict[tuple[Unit, Unit], Number],
-]:
-    """Forward and backward messages, and the bytes per device that they fill where they arrive."""
-    forward: dict[tuple[Unit, Unit], Message] = {}
-    backward: dict[tuple[Unit, Unit], Message] = {}
-    inputs: dict[tuple[Unit, Unit], Number] = {}
-    cotangents: dict[tuple[Unit, Unit], Number] = {}
-    for (s, t), per_row in stage_edges(plan, program.edges()).items():
-        for k, a in enumerate(plan.stages[s].members):
-            for j, b in enumerate(plan.stages[t].members):
-                num_rows = min(a.rows[1], b.rows[1]) - max(a.rows[0], b.rows[0])
-                if num_rows <= 0:
-                    continue
-                # A value keeps its producer's dtype, and its cotangent has the same.
-                size = per_row * num_rows * DTYPE_BYTES[plan.cluster.group(a.group).dtype] / 4
-                there, back = _message(plan, (s, k), (t, j), size), _message(plan, (t, j), (s, k), size)
-                if there is not None and back is not None:
-                    forward[(s, k), (t, j)] = there
-                    backward[(t, j), (s, k)] = back
-                    inputs[(s, k), (t, j)] = size / (b.axis("dp") * b.axis("fsdp"))
-                    cotangents[(t, j), (s, k)] = size / (a.axis("dp") * a.axis("fsdp"))
-    return forward, backward, inputs, cotangents
-
-
-def _end_of_step(
-    plan: Plan, program: ProgramLike
-) -> tuple[dict[Unit, list[Message]], dict[Unit, list[Message]]]:
-    """Gradients between the members of a stage; gradients and values of tied parameters."""
-    segments = program.segments()
-    reductions: dict[Unit, list[Message]] = {}
-    updates: dict[Unit, list[Message]] = {}
-
-    def add(table: dict[Unit, list[Message]], a: Unit, b: Unit, num_bytes: Number) -> None:
-        message = _message(plan, a, b, num_bytes)
-        if message is not None:
-            table.setdefault(a, []).append(message)
-
-    for s, stage in enumerate(plan.stages):
-        n = len(stage.members)
-        params = float(sum(x.param_bytes for x in segments[slice(*stage.segments)]))
-        for k in range(n if n > 1 else 0):
-            add(reductions, (s, k), (s, (k + 1) % n), 2 * (n - 1) / n * params)
-    stage_of = stage_of_segment(plan)
-    for owner, reader, num_bytes in program.tied:
-        a, b = stage_of[owner], stage_of[reader]
-        if a != b:
-            add(reductions, (b, 0), (a, 0), num_bytes)
-            for k in range(len(plan.stages[b].members)):
-                add(updates, (a, 0), (b, k), num_bytes)
-    return reductions, updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,11 +339,12 @@ class GroupUse:
     """Where a group's step goes, as shares of its devices' time.
 
     Attributes:
-        busy: Running tasks.
+        busy: Computing: `F`, `B`, `U`, and what else stands in the lane between them.
         recompute: Part of that which repeats a forward.
         bubble: Idle, 1 - busy.
         transfer: Share of the step in which a message to or from the group is on its way.
         peak_gib: Most memory of one of its devices.
+        aside: Share in which a gather, a reduction or a copy to or from the host runs beside the compute.
     """
 
     busy: Number
@@ -411,6 +352,7 @@ class GroupUse:
     bubble: Number
     transfer: Number
     peak_gib: Number
+    aside: Number = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -510,11 +452,18 @@ def _group_use(
     recompute = dict(busy)
     for span in played.timeline:
         task = span.task
+        if span.stream != "compute":
+            continue
         member = plan.stages[task.stage].members[task.member]
         busy[member.group] += (span.end_s - span.start_s) * len(member.devices)
         if task.op == "B":
             recompute[member.group] += work.recompute_s[task.stage, task.member] * len(member.devices)
-    moving = {name: [] for name in busy}
+    moving: dict[str, list[tuple[Number, Number]]] = {name: [] for name in busy}
+    aside: dict[str, list[tuple[Number, Number]]] = {name: [] for name in busy}
+    for span in played.timeline:
+        if span.stream != "compute":
+            member = plan.stages[span.task.stage].members[span.task.member]
+            aside[member.group].append((span.start_s, span.end_s))
     for passage in played.passages:
         for name in {str(end) for end in passage.channel} & set(moving):
             moving[name].append((passage.start_s, passage.end_s))
@@ -529,6 +478,7 @@ def _group_use(
             bubble=1 - share,
             transfer=covered(moving[group.name]) / total,
             peak_gib=peak / 2**30,
+            aside=covered(aside[group.name]) / total,
         )
     return result
 

@@ -5,8 +5,10 @@ import pytest
 
 from hetjax.cluster import Cluster
 from hetjax.errors import UserError
-from hetjax.plan import Member, Plan, Stage, in_flight_bounds
-from hetjax.schedule import check_schedule, plan_schedule
+from hetjax.graph import StageGraph, in_flight_bounds
+from hetjax.plan import Member, Plan, Stage
+from hetjax.schedule import plan_schedule
+from hetjax.schedule_check import check_schedule
 from tests.fake_program import FakeProgram, Segment, llama
 
 CLUSTER = Cluster.from_dict(
@@ -127,7 +129,7 @@ def test_a_wrong_plan_is_told_what_is_wrong(change, message):
         ({"rows": [1, 8]}, r"has rows \[1, 8\], and has to start at 0 with at least one row"),
         ({"remat": ["dots"]}, "lists 1 remat policies for 3 segments. Give one for each"),
         ({"remat": [1, 2, 3]}, "remat has to name one policy, or one for each segment; it has 1"),
-        ({"residency": "offloaded"}, "has residency 'offloaded'. Allowed: resident"),
+        ({"residency": "lent"}, "has residency 'lent'. Allowed: resident, sharded, gathered, offloaded"),
         ({"seconds": [1]}, r"seconds has to be the seconds of F and of B, and is \[1\]"),
         ({"seconds": [10**400, 1]}, "seconds has to be the seconds of F and of B, and is "),
         ({"seconds": [True, 1]}, "seconds has to be the seconds of F and of B, and is "),
@@ -213,7 +215,7 @@ def test_memory_is_what_a_hand_count_says():
     assert memory.optimizer_bytes == 8000 / 4
     assert memory.copy_bytes == 4000 / 2  # float16, gathered
     assert memory.accumulator_bytes == 4000
-    assert memory.kept_bytes_per_microbatch == 2 * 100 / 2  # two rows a device, float16
+    assert memory.kept_bytes_per_part == 2 * 100 / 2  # two rows a device, float16
     assert memory.in_flight == 2
     assert plan.device_memory(program)["t", 3] == memory.total_bytes
 
@@ -231,11 +233,15 @@ def test_members_share_a_lane_exactly_where_their_devices_overlap():
 
 
 def test_the_stated_bounds():
-    assert in_flight_bounds("gpipe", [(0,), (1,)], 5).stage == (5, 5)
-    assert in_flight_bounds("1f1b", [(0,), (1,), (2,)], 5).stage == (3, 2, 1)
-    assert in_flight_bounds("1f1b", [(0,), (1,), (0,)], 5).lane == (4, 2)
-    assert in_flight_bounds("interleaved", [(0,), (1,), (0,), (1,)], 8).lane == (5, 3)
-    assert in_flight_bounds("interleaved", [(0,), (1,), (0,), (1,), (0,)], 8).lane == (5, 5)
+    def bounds_of(kind, lanes, num_microbatches):
+        chain = tuple((s, s + 1) for s in range(len(lanes) - 1))
+        return in_flight_bounds(kind, StageGraph(tuple(lanes), chain), num_microbatches)
+
+    assert bounds_of("gpipe", [(0,), (1,)], 5).stage == (5, 5)
+    assert bounds_of("1f1b", [(0,), (1,), (2,)], 5).stage == (3, 2, 1)
+    assert bounds_of("1f1b", [(0,), (1,), (0,)], 5).lane == (4, 2)
+    assert bounds_of("interleaved", [(0,), (1,), (0,), (1,)], 8).lane == (5, 3)
+    assert bounds_of("interleaved", [(0,), (1,), (0,), (1,), (0,)], 8).lane == (5, 5)
 
 
 def test_a_plan_gives_its_schedule_with_skip_connections_and_times():

@@ -5,8 +5,10 @@ import hypothesis.strategies as st
 import pytest
 
 from hetjax.errors import UserError
+from hetjax.graph import StageGraph
 from hetjax.plan import SCHEDULES
-from hetjax.schedule import Task, check_schedule, make_schedule
+from hetjax.schedule import Task, make_schedule, schedule_graph
+from hetjax.schedule_check import check_schedule
 
 
 def length(schedule, forward_s, backward_s):
@@ -39,23 +41,42 @@ def graphs(draw):
     rows = None
     if draw(st.booleans()):
         cuts = [draw(st.integers(1, 5)) for _ in range(num_stages)]
-        rows = [((0, 6),) if n == 1 else ((0, cut), (cut, 6)) for n, cut in zip(members, cuts, strict=True)]
+        rows = tuple(
+            ((0, 6),) if n == 1 else ((0, cut), (cut, 6)) for n, cut in zip(members, cuts, strict=True)
+        )
     seconds = st.floats(0, 3).map(lambda x: round(x, 1))
     forward = [[draw(seconds) for _ in range(n)] for n in members]
     backward = [[draw(seconds) for _ in range(n)] for n in members]
-    delay = {pair: draw(seconds) for pair in edges if draw(st.booleans())}
-    return lanes, dict(edges=edges, rows=rows, forward_s=forward, backward_s=backward, transfer_s=delay)
+    splits = gathers = None
+    if rows is not None and draw(st.booleans()):
+        splits = tuple(tuple(draw(st.integers(1, b - a)) for a, b in own) for own in rows)
+    if draw(st.booleans()):
+        gathers = tuple(tuple(draw(st.integers(0, 2)) for _ in range(n)) for n in members)
+    delay = {
+        ((p, k), (c, j)): draw(seconds)
+        for p, c in sorted(edges)
+        for k in range(members[p])
+        for j in range(members[c])
+        if draw(st.booleans())
+    }
+    raw = (tuple(lanes), tuple(sorted(edges)), rows, splits, gathers)
+    return raw, dict(forward_s=forward, backward_s=backward, transfer_s=delay)
 
 
 @hypothesis.given(st.sampled_from(SCHEDULES), graphs(), st.integers(1, 9))
 @hypothesis.settings(max_examples=250, deadline=None)
 def test_any_placement_and_any_costs_give_a_schedule_that_holds_its_promises(kind, graph, num_microbatches):
-    lanes, more = graph
-    schedule = make_schedule(kind, lanes, num_microbatches, **more)
+    raw, more = graph
+    graph = StageGraph(*raw)
+    if kind == "interleaved":
+        graph = dataclasses.replace(graph, splits=None)
+    schedule = schedule_graph(kind, graph, num_microbatches, **more)
     check_schedule(schedule)
-    assert schedule == make_schedule(kind, lanes, num_microbatches, **more)
-    tasks = sum(len(members) for members in lanes)
-    assert len(schedule.order) == tasks * (3 + 2 * num_microbatches)
+    assert schedule == schedule_graph(kind, graph, num_microbatches, **more)
+    units = graph.units()
+    parts = sum(graph.num_splits(u) for u in units) * num_microbatches
+    twice = sum(graph.gathers is not None and graph.gathers[s][k] == 2 for s, k in units)
+    assert len(schedule.order) == 3 * len(units) + twice + 2 * parts
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
@@ -128,7 +149,7 @@ def test_members_without_a_row_in_common_do_not_wait_for_each_other():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zb", [(0,)], 1), "schedule is 'zb'. Allowed: gpipe, 1f1b, interleaved"),
+        (("zb", [(0,)], 1), "schedule is 'zb'. Allowed: gpipe, 1f1b, interleaved, ministage"),
         (("1f1b", [(0,)], 0), "num_microbatches is 0. It has to be 1 or more"),
         (("1f1b", [(0,), (2,)], 1), "lanes are numbered 0, 1, ..."),
         (("1f1b", [(0,), ()], 1), "Every stage needs a member"),

@@ -8,7 +8,8 @@ from hetjax.cluster import Cluster, Link
 from hetjax.cost import AnalyticCosts
 from hetjax.plan import Member, Plan, Stage
 from hetjax.schedule import Task, make_schedule, plan_schedule
-from hetjax.simulate import Message, Workload, play, simulate
+from hetjax.simulate import play, simulate
+from hetjax.workload import Message, Workload
 from tests.fake_program import llama
 
 GB = 10**9

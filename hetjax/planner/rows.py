@@ -10,7 +10,7 @@ from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import Number
 from hetjax.plan import Member, Plan, Stage
 from hetjax.planner.stages import Pricer, Way
-from hetjax.simulate import timed
+from hetjax.workload import timed
 
 
 def split_plans(

@@ -21,7 +21,8 @@ from hetjax.plan import SCHEDULES, Member, Plan, Stage
 from hetjax.planner.limit import Limit, compute_limit
 from hetjax.planner.rows import split_plans
 from hetjax.planner.stages import Cut, Layout, Pricer, Slot, used_devices
-from hetjax.simulate import Simulation, simulate, timed
+from hetjax.simulate import Simulation, simulate
+from hetjax.workload import timed
 
 NUM_SIMULATED = 16
 """Ranked layouts that are simulated before the small changes begin."""

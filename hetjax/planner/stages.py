@@ -16,8 +16,8 @@ import numpy as np
 from hetjax.cluster import Cluster
 from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import DTYPE_BYTES, Number
+from hetjax.graph import StageGraph, in_flight_bounds
 from hetjax.memory import ADAM_BYTES_PER_PARAM, kept_per_row
-from hetjax.plan import in_flight_bounds
 
 SLACK = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, np.inf)
 """Multiples of the shortest possible period that are tried, to trade the period for the pipeline's length."""
@@ -58,10 +58,11 @@ class Layout:
     num_microbatches: int
     schedule: str
 
-    def lanes(self) -> list[tuple[int]]:
-        """The lane of each stage."""
+    def graph(self) -> StageGraph:
+        """A chain of the slots' lanes."""
         numbers: dict[Slot, int] = {}
-        return [(numbers.setdefault(slot, len(numbers)),) for slot in self.slots]
+        lanes = tuple((numbers.setdefault(slot, len(numbers)),) for slot in self.slots)
+        return StageGraph(lanes, tuple((s, s + 1) for s in range(len(lanes) - 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Pricer:
         return best, which, least_over
 
     def _of_layout(self, layout: Layout) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        bounds = in_flight_bounds(layout.schedule, layout.lanes(), layout.num_microbatches).stage
+        bounds = in_flight_bounds(layout.schedule, layout.graph(), layout.num_microbatches).stage
         rows = self.program.global_batch // layout.num_microbatches
         result = []
         for j, slot in enumerate(layout.slots):
