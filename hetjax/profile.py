@@ -210,6 +210,22 @@ class Profile(_Frozen):
         """Kinds with figures of segments, sorted."""
         return tuple(sorted({e.kind for e in self.entries}))
 
+    def with_classes(self, names: Mapping[str, str]) -> Profile:
+        """The profile with further names for its classes.
+
+        Args:
+            names: By the further name, the class in the profile; classes that it lacks are passed over.
+        """
+        known: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            known.setdefault(entry.segment_class, []).append(entry)
+        more = [
+            entry.model_copy(update={"segment_class": name})
+            for name, old in names.items()
+            for entry in known.get(old, ())
+        ]
+        return self.model_copy(update={"entries": _latest((*self.entries, *more))})
+
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster with the profile's links in place of its own.
 
