@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +19,16 @@ from rich.console import Console
 
 import hetjax
 import models
-from hetjax import data, devices, doctor, train
+from hetjax import data, devices, doctor, profile_measure, profile_report, train
 from hetjax.checkpoint import CheckpointError, finished_steps, quiet_background_errors
 from hetjax.cluster import Cluster
 from hetjax.config import Config, build_optimizer, load_config
+from hetjax.cost import Costs
 from hetjax.errors import UserError
 from hetjax.plan import Plan
 from hetjax.planner import predict
+from hetjax.profile import Profile, ProfiledCosts, require_kinds
+from hetjax.profile_formats import IMPORTERS, import_profile
 from hetjax.program import Program
 from hetjax.program import trace as trace_program
 from hetjax.report import Display, show_summary, show_text
@@ -65,6 +68,14 @@ Settings = Annotated[
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan (JSON, as plan --out writes it).")
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="Plan with these measurements (JSON, as profile writes it); short for --set plan.profile=FILE.",
+    ),
+]
 
 
 @app.command(
@@ -83,6 +94,7 @@ def train_command(
     model: ModelArgument,
     mesh: Mesh = None,
     plan_file: PlanFile = None,
+    profile: ProfileFile = None,
     settings: Settings = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Train so many steps; short for --set train.num_steps=N.")
@@ -106,7 +118,8 @@ def train_command(
     """
     console = Console()
     job_file = models.path(model)
-    config = load_config(job_file, [*(settings or ()), *([f"train.num_steps={steps}"] if steps else ())])
+    more = [f"train.num_steps={steps}"] if steps else []
+    config = load_config(job_file, [*(settings or ()), *more, *profile_setting(profile)])
     model_config = models.parse(config.model, str(job_file))
     out_dir = choose_out_dir(out, job_file.stem, resume=resume)
     changed = changes_since(out_dir, config) if resume else []
@@ -119,7 +132,7 @@ def train_command(
     text = data.load(config.data)
     show_text(console, str(text))
     program = trace(config, model_config)
-    plan = plan_for(program, measured(cluster), config) if plan is None else predicted(program, plan)
+    plan = plan_for(program, measured(cluster), config) if plan is None else predicted(program, plan, config)
     show_text(console, f"\n{plan}\n")
     trainer = Trainer(program, plan, optimizer, clip_norm=config.optimizer.clip_norm)
     job = train.Job(
@@ -221,6 +234,7 @@ def plan_command(
     model: ModelArgument,
     mesh: Mesh = None,
     plan_file: PlanFile = None,
+    profile: ProfileFile = None,
     settings: Settings = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")
@@ -235,7 +249,7 @@ def plan_command(
     With --plan, checks that plan against the model instead of making one.
     """
     job_file = models.path(model)
-    config = load_config(job_file, settings or ())
+    config = load_config(job_file, [*(settings or ()), *profile_setting(profile)])
     model_config = models.parse(config.model, str(job_file))
     cluster, plan = read_cluster(mesh, plan_file)
     if cluster is not None:
@@ -243,7 +257,7 @@ def plan_command(
             jax.config.update("jax_platforms", "cpu")
     cluster = cluster or Cluster.detect()
     program = trace(config, model_config)
-    plan = plan_for(program, cluster, config) if plan is None else predicted(program, plan)
+    plan = plan_for(program, cluster, config) if plan is None else predicted(program, plan, config)
     if as_json:
         print(plan.to_json())
     else:
@@ -254,6 +268,90 @@ def plan_command(
         except OSError as error:
             raise UserError(f"The plan cannot be written to {out}: {error}.") from None
         Console(stderr=True).print(f"Plan written to {out}.", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(
+    "profile",
+    epilog="""
+[bold]Examples[/bold]
+
+python run.py profile gpt_small --mesh meshes/cpu_2x.toml --out profile.json
+
+python run.py plan gpt_small --mesh meshes/cpu_2x.toml --profile profile.json
+
+python run.py profile --import sailor tests/data/sailor --out sailor.json
+""",
+)
+def profile_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Job file of the model to measure. Without: only --import."),
+    ] = None,
+    mesh: Mesh = None,
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the profile is written.")] = Path(
+        "profile.json"
+    ),
+    rows: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Rows on one device to measure, those within the global batch."),
+    ] = ",".join(map(str, profile_measure.DEFAULT_ROWS)),
+    remat: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Remat policies whose backward is measured.")
+    ] = ",".join(profile_measure.REMAT),
+    imported: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--import",
+            metavar="FORMAT PATH",
+            help=f"Take in measurements of others. Formats: {', '.join(IMPORTERS)}.",
+        ),
+    ] = None,
+) -> None:
+    """Measure a model's segments and the links between the attached devices, for plan and train --profile.
+
+    What is measured goes before what is imported, and both before what --out holds already.
+    """
+    console = Console()
+    if model is None and imported is None:
+        raise UserError("profile needs a MODEL to measure, or --import FORMAT PATH.")
+    found, names = Profile(), dict[str, str]()
+    if imported is not None:
+        found = import_profile(*imported)
+    if model is not None:
+        measured_profile, names = measure_profile(model, mesh, settings or (), rows, remat)
+        found = found.merge(measured_profile)
+    for note in (note for origin in found.origins for note in origin.notes):
+        show_text(console, note)
+    profile_report.show(console, found, names)
+    if out.exists():
+        found = Profile.load(out).merge(found)
+    try:
+        found.save(out)
+    except OSError as error:
+        raise UserError(f"The profile cannot be written to {out}: {error}.") from None
+    Console(stderr=True).print(f"Profile written to {out}.", markup=False, highlight=False, soft_wrap=True)
+
+
+def measure_profile(
+    model: str, mesh: Path | None, settings: Sequence[str], rows: str, remat: str
+) -> tuple[Profile, dict[str, str]]:
+    """Measure a job's model on a cluster; returns the profile and names of its segment classes."""
+    job_file = models.path(model)
+    config = load_config(job_file, settings)
+    model_config = models.parse(config.model, str(job_file))
+    cluster = None if mesh is None else Cluster.load(mesh)
+    start_jax(cluster)
+    cluster = cluster or Cluster.detect()
+    program = trace(config, model_config)
+    optimizer, _ = build_optimizer(config.optimizer, config.train.num_steps)
+    choice = profile_measure.parse_choice(rows, remat)
+    status = Console(stderr=True)
+    profile = profile_measure.measure(
+        program, cluster, optimizer, choice, lambda text: show_text(status, f"measuring {text}")
+    )
+    classes = profile_measure.portable_classes(program)
+    return profile, {classes[s.segment_class]: s.name for s in reversed(program.segments())}
 
 
 @app.command(
@@ -361,20 +459,41 @@ def measured(cluster: Cluster) -> Cluster:
 
 def plan_for(program: Program, cluster: Cluster, config: Config) -> Plan:
     """Let the planner plan, with what the job file fixes."""
+    cluster, costs = with_profile(program, with_memory(cluster), config)
     return hetjax.make_plan(
         program,
-        with_memory(cluster),
+        cluster,
         num_microbatches=config.plan.num_microbatches,
         schedule=config.plan.schedule,
         remat=config.plan.remat,
         allow_row_split=config.plan.row_split == "allowed",
+        costs=costs,
     )
 
 
-def predicted(program: Program, plan: Plan) -> Plan:
+def predicted(program: Program, plan: Plan, config: Config) -> Plan:
     """Check a plan that was given, and predict it anew: a person may have edited it."""
     plan.check(program)
-    return predict(program, plan)
+    cluster, costs = with_profile(program, plan.cluster, config)
+    return predict(program, dataclasses.replace(plan, cluster=cluster), costs)
+
+
+def profile_setting(profile: Path | None) -> list[str]:
+    """The setting that --profile is short for."""
+    return [] if profile is None else [f"plan.profile={json.dumps(str(profile))}"]
+
+
+def with_profile(program: Program, cluster: Cluster, config: Config) -> tuple[Cluster, Costs | None]:
+    """The cluster with the job's profile's links, and its costs; says where the figures come from."""
+    if config.plan.profile is None:
+        return cluster, None
+    profile = Profile.load(config.plan.profile)
+    require_kinds(profile, cluster, config.plan.profile)
+    cluster = profile.apply(cluster)
+    costs = ProfiledCosts(profile_measure.of_program(profile, program))
+    for line in profile_report.source_lines(program, cluster, costs):
+        print(line, file=sys.stderr)
+    return cluster, costs
 
 
 def utilisation(program: Program, plan: Plan) -> Callable[[float], float] | None:

@@ -146,12 +146,15 @@ class PlanConfig(Section):
         schedule: Order of the tasks.
         remat: What the backward pass recomputes: "none" nothing, "full" all, "dots" all but the matmuls.
         row_split: Whether unlike groups may share a stage, each with its part of the rows.
+        profile: File of measurements to plan with, as `run.py profile` writes it; "none" plans with analytic
+            costs.
     """
 
     num_microbatches: PositiveInt | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
     remat: Literal["none", "full", "dots"] | None = None
     row_split: Literal["never", "allowed"] = "allowed"
+    profile: str | None = None
 
 
 class Config(Section):

@@ -486,7 +486,10 @@ class ProfiledCosts:
     def source(self, segment: SegmentLike, group: Group) -> str:
         """Where a segment's times on a group come from, in words."""
         by_tp = self._by_tp(segment.segment_class, group.kind, group.dtype)
-        return self.fallback.source(segment, group) if by_tp is None else by_tp[min(by_tp)].first.source
+        if by_tp is not None:
+            return by_tp[min(by_tp)].first.source
+        ask = getattr(self.fallback, "source", None)
+        return ask(segment, group) if ask else "analytic"
 
     def _by_tp(self, segment_class: str, kind: str, dtype: str) -> Mapping[int, _Curves] | None:
         """Curves of a class on a kind by tp, in the dtype or its like."""

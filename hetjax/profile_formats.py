@@ -322,3 +322,14 @@ IMPORTERS: Mapping[str, Callable[[str | Path], Profile]] = {
     "sailor": sailor_profile,
 }
 """What `run.py profile --import` knows, by name."""
+
+
+def import_profile(name: str, path: str | Path) -> Profile:
+    """Import a profile of a named format.
+
+    Raises:
+        UserError: No such format, or the files are not in it.
+    """
+    if name not in IMPORTERS:
+        raise UserError(f"--import {name}: not known. Allowed: {', '.join(IMPORTERS)}.")
+    return IMPORTERS[name](path)

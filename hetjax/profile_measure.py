@@ -63,6 +63,22 @@ class Choice:
     message_bytes: tuple[int, ...] = MESSAGE_BYTES
 
 
+def parse_choice(rows: str, remat: str) -> Choice:
+    """Read row counts and policies as a person writes them, with commas between.
+
+    Raises:
+        UserError: Something else than counts of at least 1, or no policy.
+    """
+    words = [word.strip() for word in rows.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise UserError(f"--rows {rows}: give row counts of one device, such as --rows 1,2,4.")
+    policies = tuple(dict.fromkeys(word.strip() for word in remat.split(",") if word.strip()))
+    unknown = [policy for policy in policies if policy not in REMAT]
+    if unknown or not policies:
+        raise UserError(f"--remat {remat}: give some of {', '.join(REMAT)}, with commas between.")
+    return Choice(rows=tuple(int(word) for word in words), remat=policies)
+
+
 def measure(
     program: Program,
     cluster: Cluster,
