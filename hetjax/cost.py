@@ -148,8 +148,16 @@ class Costs(Protocol):
         """Optimizer update, once a step."""
         ...
 
+    def offload_s(self, num_bytes: Number, group: Group) -> Number:
+        """Copy `num_bytes` of one device to its host's memory, or back."""
+        ...
+
     def limit_s(self, segment: SegmentLike, group: Group, rows: Number) -> Number:
         """No plan does forward and backward of `rows` rows faster on ALL devices of the group."""
+        ...
+
+    def source(self, segment: SegmentLike, group: Group) -> str:
+        """Where the times of a segment come from, beginning with `measured`, `imported` or `analytic`."""
         ...
 
 
@@ -192,6 +200,18 @@ class AnalyticCosts:
         """Optimizer update, once a step: reads and writes parameters and moments, reads the gradient."""
         shard = param_bytes / (axes.get("tp", 1) * axes.get("fsdp", 1))
         return 7 * shard / _memory_rate(group) + _dispatch_s(group, axes)
+
+    def offload_s(self, num_bytes: Number, group: Group) -> Number:
+        """Copy `num_bytes` of one device to its host's memory, or back."""
+        if not num_bytes:
+            return 0.0
+        return num_bytes / (group.device_kind.host_bandwidth_gb_per_s * 1e9) + DISPATCH_S
+
+    def source(self, segment: SegmentLike, group: Group) -> str:
+        """Where the times of a segment come from."""
+        if group.tflops:
+            return "analytic, with the cluster file's tflops"
+        return f"analytic, {group.device_kind.achieved_source}"
 
     def limit_s(self, segment: SegmentLike, group: Group, rows: Number) -> Number:
         """No plan does forward and backward of `rows` rows faster on ALL devices of the group."""

@@ -74,6 +74,13 @@ class DeviceKind:
         share = self.achieved_tflops / self.peak(self.compute_dtype)
         return self.achieved_tflops if dtype == self.compute_dtype else self.peak(dtype) * share
 
+    @property
+    def achieved_source(self) -> str:
+        """In words, where `achieved` comes from."""
+        if self.achieved_tflops is None:
+            return f"{DEFAULT_SHARE_OF_PEAK:.0%} of {self.name}'s peak"
+        return f"{self.name}'s achieved TFLOP/s: {self.sources['achieved_tflops']}"
+
 
 def _kind(
     name: str,
@@ -105,7 +112,7 @@ def _kind(
         "usable_memory_gib": usable_source,
         "memory_bandwidth_gb_per_s": bandwidth[1],
         "intra_bandwidth_gb_per_s": intra[1],
-        "host_bandwidth_gb_per_s": "PCIe, C2C or NIC nominal per direction, of which about 80% is reached",
+        "host_bandwidth_gb_per_s": "about 80% of what PCIe or C2C give per direction nominally",
     }
     if achieved:
         sources["achieved_tflops"] = _ZORSE
