@@ -116,7 +116,12 @@ def measure(
         for segment in _classes(program):
             report(f"{segment.name} on {group.kind}")
             source = f"measured {date} on {kinds[group.kind]}, jax {jax.__version__}"
-            entries += bench.entries(segment, rows, choice.remat, pieces, source)
+            try:
+                update = bench.update(segment, pieces)
+            except UserError as error:
+                report(f"nothing more of the update: {error}")
+                update, pieces = (None, None), None
+            entries += bench.entries(segment, rows, choice.remat, update, source)
     links = tuple(measure_links(cluster, attached, choice.message_bytes, f"measured {date}", report))
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     origin = Origin(what="measured", devices=kinds, versions=versions, date=date)
@@ -167,7 +172,7 @@ def _pieces(program: Program, optimizer: Any, report: Report) -> Pieces | None:
     try:
         return Pieces(program, optimizer)
     except UserError as error:
-        report(f"the update is not measured: {error}")
+        report(f"nothing of the update: {error}")
         return None
 
 
@@ -224,12 +229,12 @@ class _Bench:
         segment: SegmentInfo,
         rows: Sequence[int],
         policies: Sequence[str],
-        pieces: Pieces | None,
+        update: tuple[float | None, float | None],
         source: str,
     ) -> Iterator[Entry]:
         """The measurements of one class, one entry a policy."""
         segments, segment_class = self.program.segments(), self.classes[segment.segment_class]
-        update_s, param_bytes = self.update(segment, pieces)
+        update_s, param_bytes = update
         for policy in policies:
             points = []
             for count in rows:
