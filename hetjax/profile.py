@@ -351,38 +351,51 @@ class _Series:
 
 
 class _Curves:
-    """What is known of a class on a kind in one dtype with one tp: by remat policy."""
+    """What is known of a class on a kind in one dtype with one tp: by remat policy.
+
+    `Costs.forward_s` knows no policy, so the forward is that of the policy that keeps most; what a policy's
+    own forward takes less or more is counted to its backward, so that both together are as measured.
+    """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         by_policy = {e.remat: e for e in entries}
-        # The forward of a policy that keeps most: what every policy's forward takes at most.
         order = sorted(by_policy, key=lambda policy: (_share(policy), policy))
         self.first = by_policy[order[0]]
         self.forward = _series(self.first, "forward_s")
-        self.backward = {policy: _series(by_policy[policy], "backward_s") for policy in order}
-        self._base: dict[str, tuple[_Series, float]] = {}
+        self._series = {p: (_series(e, "forward_s"), _series(e, "backward_s")) for p, e in by_policy.items()}
+        self._times: dict[tuple[str, int], float] = {}
 
     def backward_s(self, rows: int, remat: str) -> float:
-        """Backward under a policy: measured, else that of the least other one and the recompute on top."""
-        if remat not in self._base:
-            known = remat if remat in self.backward else next(iter(self.backward))
-            self._base[remat] = self.backward[known], max(0.0, _share(remat) - _share(known))
-        series, more = self._base[remat]
-        return series.at(rows) + (more * self.forward.at(rows) if more else 0.0)
+        """Backward under a policy: measured, else that of the first one and the recompute on top."""
+        found = self._times.get((remat, rows))
+        if found is None:
+            found = self._times[remat, rows] = self._backward_s(rows, remat)
+        return found
+
+    def _backward_s(self, rows: int, remat: str) -> float:
+        first = self.first.remat
+        if remat != first and remat in self._series:
+            forward, backward = self._series[remat]
+            return max(0.0, forward.at(rows) + backward.at(rows) - self.forward.at(rows))
+        more = max(0.0, _share(remat) - _share(first))
+        return self._series[first][1].at(rows) + more * self.forward.at(rows)
 
     def recompute_s(self, rows: int, remat: str) -> float:
         """What the backward takes beyond that without recompute."""
-        if "none" not in self.backward:
+        if "none" not in self._series:
             return _share(remat) * self.forward.at(rows)
-        return max(0.0, self.backward_s(rows, remat) - self.backward["none"].at(rows))
+        return max(0.0, self.backward_s(rows, remat) - self.backward_s(rows, "none"))
 
     def least_s_per_row(self) -> float:
-        """Forward and backward at their best, over all rows and policies.
+        """No row count and no policy has less forward and backward per row.
 
-        All are straight between their points, so the best is at one of them.
+        All series are straight between their points, so the least of each sum is at one of them.
         """
-        knots = {r for series in (self.forward, *self.backward.values()) for r in series.rows}
-        return min((self.forward.at(r) + b.at(r)) / r for b in self.backward.values() for r in knots)
+        forward = min(self.forward.at(r) / r for r in self.forward.rows)
+        return min(
+            max(forward, min((f.at(r) + b.at(r)) / r for r in {*f.rows, *b.rows}))
+            for f, b in self._series.values()
+        )
 
 
 def _series(entry: Entry, name: str) -> _Series:
@@ -402,7 +415,7 @@ class ProfiledCosts:
     - `tp`: as measured. Another tp is the nearest measured one times the ratio of the fallback's times, and
       never less work in all.
     - A remat policy that was not measured: that without recompute, and the share of the forward in
-      `cost.RECOMPUTE_PER_FORWARD`.
+      `cost.RECOMPUTE_PER_FORWARD`. Of one that was, forward and backward together are as measured.
     - float16 and bfloat16 stand in for each other.
     - The update: seconds per byte of all that was measured on the kind.
     """
@@ -486,10 +499,7 @@ class ProfiledCosts:
     def source(self, segment: SegmentLike, group: Group) -> str:
         """Where a segment's times on a group come from, in words."""
         by_tp = self._by_tp(segment.segment_class, group.kind, group.dtype)
-        if by_tp is not None:
-            return by_tp[min(by_tp)].first.source
-        ask = getattr(self.fallback, "source", None)
-        return ask(segment, group) if ask else "analytic"
+        return self.fallback.source(segment, group) if by_tp is None else by_tp[min(by_tp)].first.source
 
     def _by_tp(self, segment_class: str, kind: str, dtype: str) -> Mapping[int, _Curves] | None:
         """Curves of a class on a kind by tp, in the dtype or its like."""

@@ -108,11 +108,12 @@ def test_a_policy_that_was_not_measured_adds_its_share_of_the_measured_forward()
     assert of.recompute_s(SEGMENT, GROUP, 1, {}, "none") == 0.0
 
 
-def test_a_measured_policy_is_taken_as_it_was_measured():
-    of = costs(entry((1, 1.0, 2.0)), entry((1, 0.9, 2.8), remat="full"))
-    assert backward(of, 1, "full") == 2.8
-    assert of.recompute_s(SEGMENT, GROUP, 1, {}, "full") == pytest.approx(0.8)
+def test_of_a_measured_policy_forward_and_backward_together_are_as_measured():
+    of = costs(entry((1, 1.0, 2.0)), entry((1, 0.75, 2.75), remat="full"))
     assert forward(of, 1) == 1.0
+    assert forward(of, 1) + backward(of, 1, "full") == 0.75 + 2.75
+    assert of.recompute_s(SEGMENT, GROUP, 1, {}, "full") == 0.5
+    assert backward(of, 1, "none") == 2.0
 
 
 def test_a_backward_measured_with_recompute_alone_stands_for_every_lesser_policy():
@@ -133,7 +134,10 @@ def test_what_the_profile_lacks_comes_from_the_fallback_and_says_so():
     assert of.update_s(1e6, GROUP, {}) == analytic.update_s(1e6, GROUP, {})
     assert of.gather_s(1e6, GROUP, {"fsdp": 2}) == analytic.gather_s(1e6, GROUP, {"fsdp": 2})
     assert of.reduce_s(1e6, GROUP, {"dp": 2}) == analytic.reduce_s(1e6, GROUP, {"dp": 2})
+    assert of.offload_s(1e6, GROUP) == analytic.offload_s(1e6, GROUP)
     assert of.source(SEGMENT, GROUP) == "measured here"
+    assert of.source(other, GROUP) == analytic.source(other, GROUP)
+    assert of.source(other, GROUP).startswith("analytic")
 
 
 def test_the_update_is_the_measured_seconds_per_byte_of_all_segments():

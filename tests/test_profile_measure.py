@@ -158,4 +158,4 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
 def test_a_timed_run_is_warmed_up_and_repeated():
     calls: list[int] = []
     assert timed(lambda: calls.append(1), repeat=False) > 0
-    assert len(calls) == 2 + 5
+    assert 2 + 5 <= len(calls) <= 2 + 50
