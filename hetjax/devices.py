@@ -191,6 +191,10 @@ def _nvidia() -> Iterator[DeviceKind]:
                 intra=_PCIE4, host=25, usable=22.5, achieved=42)
     yield _kind("l40s", r"\bL40S\b", half=_h(362), f32=_k(91.6), memory=_h(48), bandwidth=_h(864),
                 intra=_PCIE4, host=25)
+    yield _kind("rtx2080ti", r"RTX 2080 Ti", half=_k(53.8), f32=_k(13.4), memory=_k(11), bandwidth=_k(616),
+                intra=_PCIE3, host=12, bf16=False)
+    yield _kind("titan-rtx", r"TITAN RTX", half=_k(130.5), f32=_k(16.3), memory=_k(24), bandwidth=_k(672),
+                intra=_PCIE3, host=12, bf16=False)
     yield _kind("rtx3090", r"RTX 3090", half=_k(71), f32=_k(35.6), memory=_k(24), bandwidth=_k(936),
                 intra=_PAIRS4, host=25)
     yield _kind("rtx4090", r"RTX 4090", half=_k(165), f32=_k(82.6), memory=_k(24), bandwidth=_k(1008),
