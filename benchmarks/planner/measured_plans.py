@@ -21,7 +21,7 @@ alike), that `hetjax.simulate` plays. Nothing is fitted to the measurements. Ass
   replicas are on one.
 - The update as profiled, for the stage's parameters.
 - Unlike replicas are on hosts of their own. Layers between unlike cuts of two pipelines are stages of their
-  own for the gradients' sum alone.
+  own for the gradients' sum alone, which begins with each as soon as its own backwards are done.
 - A model is told by its number of layers, unless it is given.
 
 The last line has `mape` (mean absolute error in percent), `worst` (the largest), `bias` and the rows as JSON.

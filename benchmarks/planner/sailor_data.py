@@ -128,13 +128,15 @@ def program(model: str = MODEL, global_batch: int = GLOBAL_BATCH, *, data: Path 
     inner = layers[str(classes["layer"][0])]
     width = math.sqrt(tp * inner["params_floats"] / LAYER_PARAMS_PER_WIDTH_SQUARED)
     tokens = inner["act_output_floats"] / width
-    parts = []
+    parts: list[SegmentInfo] = []
     for number in sorted(class_of):
         sizes, name = layers[str(number)], class_of[number]
         params = tp * sizes["params_floats"]
         attention = 4 * tokens * inner["act_output_floats"] if name == "layer" else 0.0
         flops = 0.0 if name == "embedding" else 2.0 * params * tokens + attention
-        kept = {"none": float(sizes["act_mem_bytes"] * tp), "full": float(sizes["act_input_bytes"])}
+        # What Sailor has as the head's input holds its logits too: recomputing keeps the boundary alone.
+        taken = parts[-1].boundary_bytes_per_row if parts else float(sizes["act_input_bytes"])
+        kept = {"none": float(sizes["act_mem_bytes"] * tp), "full": taken}
         parts.append(
             SegmentInfo(
                 index=number,
