@@ -34,6 +34,10 @@ class StageGraph:
         splits: Parts in which each member runs its rows of a microbatch; None means one.
         gathers: How often each member's `G` stands in the step: 1, or 2 where the parameters are gathered
             for the forward and again for the backward; None means 1, at the start of the step.
+        split: Share of each member's backward that is a task of its own: `B` gives the inputs' gradients, `W`
+            the parameters'. None, and 0, mean that the backward stays whole.
+        ahead: Parts that each member may keep beyond the schedule's bound, so that slow links or unlike
+            stages are waited for less.
     """
 
     lanes: tuple[tuple[int, ...], ...]
@@ -41,6 +45,8 @@ class StageGraph:
     rows: tuple[tuple[tuple[int, int], ...], ...] | None = None
     splits: tuple[tuple[int, ...], ...] | None = None
     gathers: tuple[tuple[int, ...], ...] | None = None
+    split: tuple[tuple[Number, ...], ...] | None = None
+    ahead: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -63,6 +69,14 @@ class StageGraph:
     def is_gathered(self, unit: Unit) -> bool:
         """Whether the member's parameters come and go within the step."""
         return self.gathers is not None and self.gathers[unit[0]][unit[1]] > 0
+
+    def is_split(self, unit: Unit) -> bool:
+        """Whether the member's backward is split into `B` and `W`."""
+        return self.weight_share(unit) > 0
+
+    def weight_share(self, unit: Unit) -> Number:
+        """Share of the member's backward that is `W`."""
+        return 0.0 if self.split is None else self.split[unit[0]][unit[1]]
 
     def part_rows(self, unit: Unit) -> list[tuple[int, int]]:
         """Start and stop of the rows of each part, within the microbatch."""
@@ -154,6 +168,8 @@ def in_flight_bounds(kind: str, graph: StageGraph, num_microbatches: int) -> Bou
 
     With M microbatches and L lanes:
 
+    Each but the first is raised by the graph's `ahead`, and no member keeps more than M.
+
     - `gpipe`, `ministage`: M.
     - `1f1b`: for each member min(M, d), where d is how many lanes its rows pass from here to the end, this
       one included; S - s in a chain of S stages on lanes of their own. Where members split their rows, the
@@ -178,12 +194,16 @@ def in_flight_bounds(kind: str, graph: StageGraph, num_microbatches: int) -> Bou
         unit = _shallow(graph, M)
     else:
         lasts = {max(s for s, _ in c) for c in chunks}
-        unit = {u: min(M, 2 * L, 2 * (S - 1 - u[0]) + 1 if u[0] in lasts else M) for u in graph.units()}
+        more = graph.ahead
+        unit = {
+            u: min(M, min(2 * L, 2 * (S - 1 - u[0]) + 1 if u[0] in lasts else 2 * L) + more)
+            for u in graph.units()
+        }
         lane_bounds = []
         for c in chunks:
             after = S - 1 - max(s for s, _ in c)
             limit = (len(c) - 1) * L + min(2 * after + 1, 2 * L)
-            lane_bounds.append(min(sum(unit[u] for u in c), max(limit, len(c))))
+            lane_bounds.append(min(sum(unit[u] for u in c), max(limit, len(c)) + more))
         return Bounds(_by_stage(graph, unit), tuple(lane_bounds))
     return Bounds(_by_stage(graph, unit), tuple(sum(unit[u] for u in c) for c in chunks))
 
@@ -206,7 +226,7 @@ def _shallow(graph: StageGraph, num_microbatches: int) -> dict[Unit, int]:
         result[u] = math.ceil(length[u] / own)
     for u, needed in _needed(graph):
         result[u] = max(result[u], needed)
-    return {u: min(n, num_microbatches * graph.num_splits(u)) for u, n in result.items()}
+    return {u: min(n + graph.ahead, num_microbatches * graph.num_splits(u)) for u, n in result.items()}
 
 
 def _needed(graph: StageGraph) -> Iterator[tuple[Unit, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 from hetjax import cost
 from hetjax.cluster import GIB, Cluster
 from hetjax.errors import UserError
-from hetjax.plan import AXES, FORMAT, RESIDENCIES, SCHEDULES, Member, Plan, Stage
+from hetjax.plan import AXES, BACKWARDS, FORMAT, RESIDENCIES, SCHEDULES, Member, Plan, Stage
 
 
 def check_plan(plan: Plan, program: cost.ProgramLike | None) -> None:
@@ -59,7 +59,7 @@ def read_plan(data: Any, origin: str) -> Plan:
         "schedule": str,
         "stages": list,
     }
-    optional = {"format": str, "predicted": dict, "fingerprint": str}
+    optional = {"format": str, "predicted": dict, "fingerprint": str, "ahead": int, "backward": str}
     data = _fields(data, origin, {**required, "cluster": dict}, optional)
     if data.get("format", FORMAT) != FORMAT:
         raise UserError(
@@ -72,6 +72,8 @@ def read_plan(data: Any, origin: str) -> Plan:
             _read_stage(s, f"{origin}: stages[{i}]", data["num_segments"])
             for i, s in enumerate(data["stages"])
         ),
+        ahead=data.get("ahead", 0),
+        backward=data.get("backward", "whole"),
         predicted=data.get("predicted", {}),
         **{k: data[k] for k in required if k != "stages"},
     )
@@ -132,6 +134,10 @@ def _read_member(data: Any, where: str, num_segments: int) -> Member:
 def _check_order(plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise UserError(f"schedule is {plan.schedule!r}. Allowed: {', '.join(SCHEDULES)}.")
+    if plan.ahead < 0:
+        raise UserError(f"ahead is {plan.ahead}. It has to be 0 or more.")
+    if plan.backward not in BACKWARDS:
+        raise UserError(f"backward is {plan.backward!r}. Allowed: {', '.join(BACKWARDS)}.")
     if plan.global_batch < 1 or plan.num_microbatches < 1 or plan.global_batch % plan.num_microbatches:
         largest = min(plan.global_batch, 10_000)
         fits = [m for m in range(1, largest + 1) if plan.global_batch % m == 0][:12]

@@ -136,8 +136,8 @@ class Trainer:
         unknown = plan.beyond_runtime()
         if unknown:
             raise UserError(
-                f"The plan uses {', '.join(unknown)}, which this version plans and simulates and does not run "
-                "yet. Make it with features='runtime' (the default of make_plan), or edit it."
+                f"The plan uses {', '.join(unknown)}, which this version plans and simulates but does not "
+                "run yet. Make it with features='runtime' (the default of make_plan), or edit it."
             )
         self.program, self.plan, self.clip_norm = program, plan, clip_norm
         self.optimizer = Pieces(program, tx)

@@ -27,7 +27,8 @@ class Task(NamedTuple):
     """One piece of work of one member.
 
     Attributes:
-        op: `G` gather parameters, `F` forward, `B` backward, `R` reduce gradients, `U` update.
+        op: `G` gather parameters, `F` forward, `B` backward (of the inputs alone where it is split), `W`
+            backward of the parameters where it is split, `R` reduce gradients, `U` update.
         stage: Number in the plan.
         microbatch: Number within the step, counted in the member's own parts; -1 for `G`, `R`, `U`, which
             are of the whole step, and -2 for the `G` that gathers once more for the backward.
@@ -56,6 +57,7 @@ class Schedule:
         order: All tasks in one order that agrees with every lane and every dependency: what a single
             dispatching thread follows.
         bounds: The stated memory bound.
+        length_s: Of the `F`, `B` and `W` in virtual time.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class Schedule:
     lanes: tuple[tuple[Task, ...], ...]
     order: tuple[Task, ...]
     bounds: Bounds
+    length_s: Number = 0.0
 
     @property
     def max_in_flight(self) -> dict[int, int]:
@@ -83,8 +86,8 @@ def dependencies(graph: StageGraph, num_microbatches: int, task: Task) -> list[T
     """What has to be done before a task.
 
     `F` needs `G` of its member and `F` of every producer's parts that have rows in common with it; `B` its
-    own `F`, `B` of every such consumer's part, and the second `G` where there is one; `R` every `B` of its
-    stage, on all members; `U` every `R` (the global norm needs all gradients).
+    own `F`, `B` of every such consumer's part, and the second `G` where there is one; `W` its own `B`; `R`
+    every `B` (or `W`) of its stage, on all members; `U` every `R` (the global norm needs all gradients).
     """
     op, s, m, k = task
     splits = graph.num_splits((s, k))
@@ -106,15 +109,17 @@ def dependencies(graph: StageGraph, num_microbatches: int, task: Task) -> list[T
                 Task("B", c[0], base + j, c[1]) for i, j, _ in graph.links((s, k), c) if i == m % splits
             ]
         return result
+    if op == "W":
+        return [Task("B", s, m, k)]
     if op == "R":
         return [
-            Task("B", s, i, j)
+            Task("W" if graph.is_split((s, j)) else "B", s, i, j)
             for j in range(len(graph.lanes[s]))
             for i in range(num_microbatches * graph.num_splits((s, j)))
         ]
     if op == "U":
         return [Task("R", s, -1, j) for s, j in graph.units()]
-    assert op == "G", f"a task's op is one of G, F, B, R, U, and not {op!r}"
+    assert op == "G", f"a task's op is one of G, F, B, W, R, U, and not {op!r}"
     return []
 
 
@@ -179,7 +184,7 @@ def schedule_graph(
         graph: Lanes, edges, rows, parts and gathers.
         num_microbatches: In one step.
         forward_s: Virtual seconds of `F` of one part; equal when None.
-        backward_s: Virtual seconds of `B`; twice `forward_s` when None.
+        backward_s: Virtual seconds of `B`, and of `W` with it; twice `forward_s` when None.
         transfer_s: Virtual seconds of one part's message from one member to another; none when None.
 
     Returns:
@@ -205,7 +210,7 @@ def schedule_graph(
     # unequal ones neither is always the shorter. B is tried first, since it keeps less where both are equal.
     order: list[Task] = []
     length = math.inf
-    for prefer in ("B",) if kind in ("gpipe", "ministage") else ("B", "F"):
+    for prefer in ("B", "F") if kind == "interleaved" else ("B",):
         play = _Play(kind, prefer, graph, num_microbatches, forward, backward, dict(transfer_s or {}))
         played, seconds = play.run()
         if seconds < length * (1 - 1e-9):
@@ -221,6 +226,7 @@ def schedule_graph(
         lanes=tuple(tuple(lane) for lane in by_lane),
         order=tuple(order),
         bounds=in_flight_bounds(kind, graph, num_microbatches),
+        length_s=length,
     )
 
 
@@ -311,7 +317,14 @@ class _Play:
         n = len(self.units)
         self.stage = [s for s, _ in self.units]
         self.lane = [graph.lanes[s][k] for s, k in self.units]
-        self.seconds = {"F": forward_s, "B": backward_s}
+        self.split = [graph.is_split(unit) for unit in self.units]
+        shares = [graph.weight_share(unit) for unit in self.units]
+        pairs = list(zip(backward_s, shares, strict=True))
+        self.seconds = {
+            "F": forward_s,
+            "B": [b * (1 - share) for b, share in pairs],
+            "W": [b * share for b, share in pairs],
+        }
         self.delay = transfer_s
         self.mine = [[u for u in range(n) if self.lane[u] == lane] for lane in range(graph.num_lanes)]
         self.splits = [graph.num_splits(unit) for unit in self.units]
@@ -331,10 +344,12 @@ class _Play:
                     waits["F"][v][q] += 1
                     waits["B"][u][p] += 1
         # Next part of each member, and the inputs that each of them still waits for.
-        self.next = {"F": [0] * n, "B": [0] * n}
+        self.next = {"F": [0] * n, "B": [0] * n, "W": [0] * n}
+        self.last = ["W" if split else "B" for split in self.split]  # what frees a part
+        self.done = {"B": [0] * n}
         self.missing = {op: [one * num_microbatches for one in waits[op]] for op in "FB"}
         self.lane_forwards_left = [sum(self.parts[u] for u in us) for us in self.mine]
-        self.lane_left = [2 * left for left in self.lane_forwards_left]
+        self.lane_left = [sum(self.parts[u] * (3 if self.split[u] else 2) for u in us) for us in self.mine]
         # Of `interleaved`, by lane and microbatch k: what is alive of k and later ones, and what k still has
         # to run forward; members whose B of a microbatch is not done; the lowest unfinished microbatch.
         self.need = [[len(us)] * num_microbatches for us in self.mine]
@@ -353,7 +368,7 @@ class _Play:
 
     def admits(self, u: int, m: int) -> bool:
         """Whether the stated bound lets a member start `F` of part `m`."""
-        if self.next["F"][u] - self.next["B"][u] >= self.bound[u]:
+        if self.next["F"][u] - self.next[self.last[u]][u] >= self.bound[u]:
             return False
         if self.kind != "interleaved":
             return True
@@ -377,7 +392,16 @@ class _Play:
                 key = self.priority(op, u, m)
                 if best is None or key < best[0]:
                     best = key, op, u
-        return None if best is None else best[1:]
+        return self.pick_weights(lane) if best is None else best[1:]
+
+    def pick_weights(self, lane: int) -> tuple[str, int] | None:
+        """The oldest `W` that can start: what is done when nothing that others wait for can be."""
+        ready = [u for u in self.mine[lane] if self.split[u] and self.next["W"][u] < self.done["B"][u]]
+        return (
+            ("W", min(ready, key=lambda u: (self.next["W"][u] / self.splits[u], -self.stage[u])))
+            if ready
+            else None
+        )
 
     def pick_in_turn(self, lane: int) -> tuple[str, int] | None:
         """The lane's next task stage by stage, if it can start now."""
@@ -385,8 +409,8 @@ class _Play:
         for op, u in turns:
             m = self.next[op][u]
             if m < self.parts[u]:
-                return None if self.missing[op][u][m] else (op, u)
-        return None
+                return self.pick_weights(lane) if self.missing[op][u][m] else (op, u)
+        return self.pick_weights(lane)
 
     def start(self, op: str, u: int) -> Task:
         """Account for a task that starts."""
@@ -445,26 +469,38 @@ class _Play:
                     else:
                         self.missing[target_op][v][part] -= 1
                         touched.add(self.lane[v])
-                if op == "B" and self.kind == "interleaved":
+                if op == self.last[u] and self.kind == "interleaved":
                     touched |= self.settle(m)
-        left = [str(self.units[u]) for u in range(len(self.units)) if self.next["B"][u] < self.parts[u]]
+        left = [
+            str(self.units[u]) for u in range(len(self.units)) if self.next[self.last[u]][u] < self.parts[u]
+        ]
         assert not left, f"a schedule never deadlocks, and {left} still have work"
         return order + [Task("U", s, -1, k) for s, k in self.units], now
 
     def finish(self, op: str, u: int, m: int) -> list[tuple[str, int, int, float]]:
         """Account for a task that is done; the inputs that it provides and how long they travel."""
+        if op == "W":
+            self.lower(u, m)
+            return []
+        if op == "B":
+            self.done["B"][u] += 1
         microbatch, part = divmod(m, self.splits[u])
         result = [("B", u, m, 0.0)] if op == "F" else []
         for v, splits, other in self.sent[op][u][part]:
             pair = (self.units[u], self.units[v]) if op == "F" else (self.units[v], self.units[u])
             result.append((op, v, microbatch * splits + other, self.delay.get(pair, 0.0)))
-        if op == "B" and self.kind == "interleaved":
-            for k in range(self.lowest, m + 1):
-                self.need[self.lane[u]][k] -= 1
+        if op == "B" and not self.split[u]:
+            self.lower(u, m)
         return result
 
+    def lower(self, u: int, m: int) -> None:
+        """Note that a member keeps nothing of a part any more."""
+        if self.kind == "interleaved":
+            for k in range(self.lowest, m + 1):
+                self.need[self.lane[u]][k] -= 1
+
     def settle(self, m: int) -> set[int]:
-        """Note one member's `B` of a microbatch.
+        """Note one member's last task of a microbatch.
 
         Returns:
             The lanes that may admit more, because the lowest unfinished microbatch moved.
@@ -494,7 +530,9 @@ class _Reduces:
 
     def _issued(self, stage: int) -> bool:
         play = self.play
-        return all(play.next["B"][u] == play.parts[u] for u, (s, _) in enumerate(play.units) if s == stage)
+        return all(
+            play.next[play.last[u]][u] == play.parts[u] for u, (s, _) in enumerate(play.units) if s == stage
+        )
 
 
 def _with_gathers(graph: StageGraph, order: list[Task]) -> list[Task]:
@@ -522,7 +560,11 @@ def _with_gathers(graph: StageGraph, order: list[Task]) -> list[Task]:
                 for unit in {before, (s, k)}:
                     ahead.setdefault((op, unit), []).append(gather)
     issued: set[Task] = set()
-    num_left = {s: sum(1 for t in order if t.op == "B" and t.stage == s) for s, _ in passing}
+
+    def is_last(task: Task) -> bool:
+        return task.op == ("W" if graph.is_split((task.stage, task.member)) else "B")
+
+    num_left = {s: sum(1 for t in order if t.stage == s and is_last(t)) for s, _ in passing}
     result: list[Task] = []
     for task in order:
         unit = task.stage, task.member
@@ -533,7 +575,7 @@ def _with_gathers(graph: StageGraph, order: list[Task]) -> list[Task]:
             result += due
             issued.update(due)
         result.append(task)
-        if task.op == "B" and task.stage in num_left:
+        if task.stage in num_left and is_last(task):
             num_left[task.stage] -= 1
             if num_left[task.stage] == 0:
                 members = range(len(graph.lanes[task.stage]))

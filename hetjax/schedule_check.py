@@ -17,7 +17,8 @@ def check_schedule(schedule: Schedule) -> None:
     if graph.gathers is not None:
         expected |= {Task("G", s, -2, k) for s, k in graph.units() if graph.gathers[s][k] == 2}
     for s, k in graph.units():
-        expected |= {Task(op, s, m, k) for op in "FB" for m in range(M * graph.num_splits((s, k)))}
+        ops = "FBW" if graph.is_split((s, k)) else "FB"
+        expected |= {Task(op, s, m, k) for op in ops for m in range(M * graph.num_splits((s, k)))}
     seen: set[Task] = set()
     for number, lane in enumerate(schedule.lanes):
         for task in lane:
@@ -84,8 +85,10 @@ def _check_bounds(schedule: Schedule) -> None:
         alive: dict[tuple[int, int], int] = {}
         for task in lane:
             unit = task.stage, task.member
-            if task.op in "FB":
-                alive[unit] = alive.get(unit, 0) + (1 if task.op == "F" else -1)
+            if task.op == "F":
+                alive[unit] = alive.get(unit, 0) + 1
+            elif task.op == ("W" if schedule.graph.is_split(unit) else "B"):
+                alive[unit] = alive.get(unit, 0) - 1
             bound = schedule.bounds.unit[task.stage][task.member]
             if alive.get(unit, 0) > bound:
                 raise UserError(

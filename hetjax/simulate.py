@@ -195,7 +195,7 @@ class _Player:
             return op == "F" or unit not in self.on_host or (unit, m) in self.returned
         if op == "R":
             return not self.missing["R", unit][0]
-        return op == "G" or self.reductions_left < -1
+        return op in "GW" or self.reductions_left < -1
 
     def advance(self, lane: int, now: Number) -> None:
         """Start the next task of a lane if it can, and what stands before it on streams of its own."""
@@ -271,10 +271,13 @@ class _Player:
             sizes = self.work.input_bytes if op == "F" else self.work.cotangent_bytes
             for other, _, _, share in self.sent["B" if op == "F" else "F", unit][part]:
                 used += sizes.get((other, unit), 0.0) * share
-            changes += [(start, kept - used)] if op == "F" else [(end, -kept - used)]
+            freed = 0.0 if self.graph.is_split(unit) else kept
+            changes += [(start, kept - used)] if op == "F" else [(end, -freed - used)]
             passing = memory.host_kept_bytes_per_part
             if passing:
                 changes.append((start, passing) if op == "F" else (end, -passing))
+        if task.op == "W":
+            changes.append((end, -kept))
         if unit in self.passing:
             first, last = self.backwards_left[unit], task.op == "B" and self.backwards_left[unit] == 1
             total = self.schedule.num_microbatches * self.splits[unit]
@@ -319,7 +322,7 @@ class _Player:
             _, gone = self.stream(lane, "to host", task, now, self.on_host[unit])
             if unit in self.work.memory:
                 self.memory[unit].append((gone, -self.work.memory[unit].host_kept_bytes_per_part))
-        if op == "B":
+        if op == ("W" if self.graph.is_split(unit) else "B"):
             for j, other in enumerate(self.graph.lanes[s]):
                 if other != lane:
                     self.missing["R", (s, j)][0] -= 1

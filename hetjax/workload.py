@@ -10,7 +10,7 @@ from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.graph import Unit, stage_edges, stage_of_segment
 from hetjax.memory import Memory, state_share
-from hetjax.plan import Member, Plan, Stage
+from hetjax.plan import WEIGHT_SHARE, Member, Plan, Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,13 @@ def member_seconds(plan: Plan, program: ProgramLike, costs: Costs) -> dict[tuple
             result["B", s, k] = sum(
                 costs.backward_s(x, group, rows, axes, r) for x, r in zip(inside, member.remat, strict=True)
             )
+            if plan.weight_share(member):
+                result["W", s, k] = WEIGHT_SHARE * sum(
+                    costs.backward_s(x, group, rows, axes, r)
+                    for x, r in zip(inside, member.remat, strict=True)
+                    if r == "none"
+                )
+                result["B", s, k] -= result["W", s, k]
             result["R", s, k] = costs.reduce_s(params, group, axes)
             result["G", s, k] = costs.gather_s(params, group, axes)
             result["U", s, k] = costs.update_s(params * state_share(stage, member), group, axes)
@@ -85,6 +92,12 @@ def member_seconds(plan: Plan, program: ProgramLike, costs: Costs) -> dict[tuple
     return result
 
 
+def _pair(seconds: Mapping[tuple[str, int, int], Number], stage: int, member: int) -> tuple[float, float]:
+    """`F` and the whole backward."""
+    backward = seconds["B", stage, member] + seconds.get(("W", stage, member), 0.0)
+    return float(seconds["F", stage, member]), float(backward)
+
+
 def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
     """The plan with each member's expected seconds, by which its schedule orders the tasks."""
     seconds = member_seconds(plan, program, costs)
@@ -92,8 +105,7 @@ def timed(plan: Plan, program: ProgramLike, costs: Costs) -> Plan:
         dataclasses.replace(
             stage,
             members=tuple(
-                dataclasses.replace(m, seconds=(float(seconds["F", s, k]), float(seconds["B", s, k])))
-                for k, m in enumerate(stage.members)
+                dataclasses.replace(m, seconds=_pair(seconds, s, k)) for k, m in enumerate(stage.members)
             ),
         )
         for s, stage in enumerate(plan.stages)
@@ -140,7 +152,7 @@ def _message(plan: Plan, a: Unit, b: Unit, num_bytes: Number) -> Message | None:
     if (one.group, one.devices) == (two.group, two.devices):
         return None
     same = one.group == two.group
-    channel = (one.devices, two.devices) if same else (one.group, two.group)
+    channel = ((one.group, one.devices), (two.group, two.devices)) if same else (one.group, two.group)
     link = plan.cluster.link_between(one.group, one.devices, two.group, two.devices)
     return Message(channel, link, num_bytes)
 

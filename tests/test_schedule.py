@@ -59,7 +59,9 @@ def graphs(draw):
         for j in range(members[c])
         if draw(st.booleans())
     }
-    raw = (tuple(lanes), tuple(sorted(edges)), rows, splits, gathers)
+    split = tuple(tuple(draw(st.sampled_from([0.0, 0.4])) for _ in range(n)) for n in members)
+    split, ahead = draw(st.sampled_from([None, split])), draw(st.integers(0, 3))
+    raw = (tuple(lanes), tuple(sorted(edges)), rows, splits, gathers, split, ahead)
     return raw, dict(forward_s=forward, backward_s=backward, transfer_s=delay)
 
 
@@ -76,7 +78,8 @@ def test_any_placement_and_any_costs_give_a_schedule_that_holds_its_promises(kin
     units = graph.units()
     parts = sum(graph.num_splits(u) for u in units) * num_microbatches
     twice = sum(graph.gathers is not None and graph.gathers[s][k] == 2 for s, k in units)
-    assert len(schedule.order) == 3 * len(units) + twice + 2 * parts
+    weights = sum(graph.num_splits(u) for u in units if graph.is_split(u)) * num_microbatches
+    assert len(schedule.order) == 3 * len(units) + twice + 2 * parts + weights
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])

@@ -21,11 +21,13 @@ class Limit:
         step_time_s: Of the perfectly divisible placement.
         group_shares: Share of the step that each group works in it, at most 1.
         segment_shares: For each segment, the share of its rows on each group.
+        with_links_s: The same with what the links can carry, and the devices' memory, as constraints.
     """
 
     step_time_s: Number
     group_shares: Mapping[str, Number]
     segment_shares: tuple[Mapping[str, Number], ...]
+    with_links_s: Number = 0.0
 
 
 def compute_limit(program: ProgramLike, cluster: Cluster, costs: Costs | None = None) -> Limit:

@@ -1,101 +1,72 @@
-"""Several groups in one stage: the rows of each microbatch shared out in proportion to speed."""
+"""Several slots in one stage: the rows of each microbatch shared out so that the slowest is as fast as can be."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from hetjax.cluster import Cluster
-from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import Number
-from hetjax.plan import Member, Plan, Stage
-from hetjax.planner.stages import Pricer, Way
-from hetjax.workload import timed
 
 
-def split_plans(
-    program: ProgramLike, cluster: Cluster, costs: Costs, pricer: Pricer, counts: Sequence[int]
-) -> Iterator[tuple[str, Plan]]:
-    """Data parallelism over groups: one stage, its rows shared out exactly, for each way to keep parameters.
+def share_rows(
+    multiples: Sequence[int], seconds: Sequence[Callable[[int], Number]], rows: int
+) -> tuple[int, ...] | None:
+    """The rows of each slot that make the slowest one as fast as can be.
+
+    Exact for seconds that do not fall with the rows: for a given time each slot can take any multiple up to
+    some most, whether these add up to the rows is a question of sums, and the shortest time is found by
+    bisection over the slots' own times.
 
     Args:
-        program: Must allow its rows to be split.
-        cluster: All of its subsets of two groups and more are tried, up to four groups; beyond that all of
-            them.
-        costs: Seconds of segments.
-        pricer: Of the same program and cluster.
-        counts: Numbers of microbatches to try.
-
-    Yields:
-        A label and a plan whose memory has not been checked.
-    """
-    names = [g.name for g in cluster.groups]
-    sizes = range(2, len(names) + 1) if len(names) <= 4 else [len(names)]
-    for subset in (s for n in sizes for s in itertools.combinations(names, n)):
-        for M in counts:
-            rows = program.global_batch // M
-            for policy, sharded in itertools.product(pricer.policies, (False, True)):
-                ways = {}
-                for name in subset:
-                    n = cluster.group(name).num_devices
-                    ways[name] = Way((("fsdp" if sharded and n > 1 else "dp", n),), policy)
-                shares = share_rows(pricer, ways, rows)
-                if shares is not None:
-                    label = "rows over " + " + ".join(subset)
-                    yield label, _plan(program, cluster, costs, ways, shares, M)
-
-
-def share_rows(pricer: Pricer, ways: Mapping[str, Way], rows: int) -> dict[str, int] | None:
-    """The rows of each group that make the slowest one as fast as can be.
-
-    Each group gets a positive multiple of its device count; exact, by a dynamic program over the groups.
+        multiples: Each slot gets a positive multiple of this: its device count.
+        seconds: Of each slot, by rows.
+        rows: To share out.
 
     Returns:
-        Rows by group, or None where the rows cannot be shared so.
+        Rows of each slot, or None where the rows cannot be shared so.
     """
-    # By rows handed out so far: (longest seconds, rows of each group).
-    best: dict[int, tuple[Number, tuple[int, ...]]] = {0: (0.0, ())}
-    for name, way in ways.items():
-        step = dict(way.axes)[way.axes[0][0]]
-        seconds = {n: _member_s(pricer, name, n, way) for n in range(step, rows + 1, step)}
-        reached: dict[int, tuple[Number, tuple[int, ...]]] = {}
-        for done, (longest, shares) in best.items():
-            for n, s in seconds.items():
-                if done + n <= rows:
-                    option = max(longest, s), (*shares, n)
-                    if done + n not in reached or option < reached[done + n]:
-                        reached[done + n] = option
-        best = reached
-    return dict(zip(ways, best[rows][1], strict=True)) if rows in best else None
+    left = rows - sum(multiples)
+    if left < 0:
+        return None
+    own = [
+        [float(time(n)) for n in range(step, left + step + 1, step)]
+        for step, time in zip(multiples, seconds, strict=True)
+    ]
+    times = sorted({t for slot in own for t in slot})
+    low, high = 0, len(times) - 1
+    if _shares(multiples, own, rows, times[high]) is None:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if _shares(multiples, own, rows, times[middle]) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return _shares(multiples, own, rows, times[low])
 
 
-def _member_s(pricer: Pricer, name: str, rows: int, way: Way) -> Number:
-    forward, backward, _, _ = pricer.seconds(name, rows, way)
-    return float(forward[-1] + backward[-1])
-
-
-def _plan(
-    program: ProgramLike,
-    cluster: Cluster,
-    costs: Costs,
-    ways: Mapping[str, Way],
-    shares: Mapping[str, int],
-    num_microbatches: int,
-) -> Plan:
-    members, start = [], 0
-    for name, way in ways.items():
-        devices = tuple(range(cluster.group(name).num_devices))
-        stop = start + shares[name]
-        remat = (way.remat,) * program.num_segments
-        members.append(Member(name, devices, dict(way.axes), (start, stop), remat))
-        start = stop
-    plan = Plan(
-        cluster=cluster,
-        fingerprint=program.fingerprint,
-        num_segments=program.num_segments,
-        global_batch=program.global_batch,
-        num_microbatches=num_microbatches,
-        schedule="1f1b",
-        stages=(Stage((0, program.num_segments), tuple(members)),),
-    )
-    return timed(plan, program, costs)
+def _shares(
+    multiples: Sequence[int], own: Sequence[Sequence[Number]], rows: int, most_s: Number
+) -> tuple[int, ...] | None:
+    """Rows of each slot, none of which takes longer than `most_s`."""
+    sums = [1]  # bit i: i rows can be handed out to the slots so far
+    most = []
+    for step, times in zip(multiples, own, strict=True):
+        count = 0
+        while count < len(times) and times[count] <= most_s:
+            count += 1
+        reached = 0
+        for n in range(1, count + 1):
+            reached |= sums[-1] << (n * step)
+        most.append(count)
+        sums.append(reached & ((1 << (rows + 1)) - 1))
+    if not sums[-1] >> rows & 1:
+        return None
+    shares = []
+    done = rows
+    for i in range(len(multiples) - 1, -1, -1):
+        step = multiples[i]
+        # The most that leaves a sum that the slots before can make.
+        n = next(n for n in range(most[i], 0, -1) if n * step <= done and sums[i] >> (done - n * step) & 1)
+        shares.append(n * step)
+        done -= n * step
+    return tuple(reversed(shares))

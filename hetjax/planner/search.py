@@ -1,8 +1,8 @@
 """The search: which groups take part, in what order, cut into which slots, with how many microbatches.
 
-Layouts are enumerated, cut exactly (`stages.py`) and ranked by formula; the best are simulated, then improved
-by small changes. The plain answers (each group alone) are always among them, so that "don't pipeline" can
-win.
+A formula ranks all shapes at once (`coarse.py`); the best are cut exactly (`stages.py`) and simulated, then
+improved by small changes, the simulator always being the judge. The plain answers (each group alone, one
+stage over all) are always among them, so that "don't pipeline" can win.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
 
-from hetjax.cluster import GIB, Cluster
+from hetjax.cluster import Cluster
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
 from hetjax.devices import Number
 from hetjax.errors import UserError
 from hetjax.plan import SCHEDULES, Member, Plan, Stage
-from hetjax.planner.limit import Limit, compute_limit
-from hetjax.planner.rows import split_plans
-from hetjax.planner.stages import Cut, Layout, Pricer, Slot, used_devices
-from hetjax.simulate import Simulation, simulate
+from hetjax.planner import refusal
+from hetjax.planner.coarse import Shape, shapes
+from hetjax.planner.explain import Candidate, predictions
+from hetjax.planner.layout import Cut, Layout, Slot, Team
+from hetjax.planner.limit import compute_limit
+from hetjax.planner.pricer import Pricer
+from hetjax.planner.stages import Stages
+from hetjax.schedule import plan_schedule
+from hetjax.simulate import simulate
 from hetjax.workload import timed
 
-NUM_SIMULATED = 16
-"""Ranked layouts that are simulated before the small changes begin."""
+NUM_SHAPES = 8
+"""Shapes of each set of groups that are cut."""
 
-WORTH = 1.2
-"""Layouts that cannot come within this factor of the shortest estimate are not cut."""
+NUM_CUT = 250
+"""Layouts that are cut before the small changes begin."""
+
+WORTH = 1.25
+"""Layouts whose formula gives more than this times the shortest estimate are not looked at."""
+
+WORTH_SHOWING = 1.03
+"""Plans whose tasks alone take longer than this times the best are not simulated to the end."""
 
 ALIKE = 1.005
 """Of plans whose predicted times are within this factor, the one with the fewest stages is taken."""
 
-MAX_TASKS = 60_000
+MAX_TASKS = 400_000
 """Tasks simulated in one search, in all: a bound on its time that does not depend on the machine."""
 
 REMAT = ("none", "dots", "full")
 """Remat policies that the planner chooses from, the cheapest in time first."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A plan that fits, with its simulation."""
-
-    label: str
-    plan: Plan
-    simulation: Simulation
-
-    @property
-    def rank(self) -> tuple[Number, int, str]:
-        """Order of preference: step time, then fewer stages, then the name."""
-        time = self.simulation.step_time_s
-        return float(f"{time:.9e}"), len(self.plan.stages), self.label
+FEATURES = ("runtime", "all")
+"""`runtime`: plans that `Trainer` runs; `all`: whatever can be planned and simulated."""
 
 
 def make_plan(
@@ -64,6 +64,10 @@ def make_plan(
     remat: str | None = None,
     allow_row_split: bool = True,
     costs: Costs | None = None,
+    features: str = "runtime",
+    exclude: Sequence[str] = (),
+    budget_s: float | None = None,
+    seed: int = 0,
 ) -> Plan:
     """Find the fastest plan that fits.
 
@@ -71,24 +75,44 @@ def make_plan(
         program: What to place.
         cluster: Where; groups may stay idle.
         num_microbatches: Of one step; the planner chooses when None.
-        schedule: `gpipe`, `1f1b` or `interleaved`; the planner chooses when None.
-        remat: One policy for every segment; when None `none`, and `dots` or `full` where memory needs it.
-        allow_row_split: Also offer one stage that several groups share, each with its part of the rows,
-            unless a schedule (of stages) is asked for.
+        schedule: One of `plan.SCHEDULES`; the planner chooses when None.
+        remat: One policy for every segment; when None `none`, and `dots` or `full` for as many segments as
+            memory asks for.
+        allow_row_split: Also offer stages that several groups share, each with its part of the rows, unless a
+            schedule (of stages) is asked for.
         costs: Seconds of segments; analytic when None.
+        features: One of `FEATURES`.
+        exclude: Names of groups that stay idle.
+        budget_s: Stop improving after so many seconds and return the best so far; when None the search ends
+            by itself, and the same arguments give the same plan.
+        seed: Of the order in which small changes are tried.
 
     Returns:
-        A checked plan; `predicted` tells its step time, the limit, and what was rejected. The same arguments
-        give the same plan.
+        A checked plan; `predicted` tells its step time, the limit, and what was rejected.
 
     Raises:
         UserError: A choice that is not allowed, or nothing fits: says by how much, where, and what would make
             it fit.
     """
-    search = _Search(program, cluster, costs or AnalyticCosts(), num_microbatches, schedule, remat)
-    candidates = search.run(allow_row_split)
+    if features not in FEATURES:
+        raise UserError(f"features is {features!r}. Allowed: {', '.join(FEATURES)}.")
+    deadline = math.inf if budget_s is None else time.monotonic() + budget_s
+    search = Search(
+        program,
+        cluster,
+        costs or AnalyticCosts(),
+        num_microbatches,
+        schedule,
+        remat,
+        features=features,
+        exclude=exclude,
+        shared=allow_row_split and schedule is None and program.rows_mode == "split",
+        deadline=deadline,
+        seed=seed,
+    )
+    candidates = search.run()
     if not candidates:
-        search.refuse()
+        refusal.refuse(search)
     shortest = min(c.simulation.step_time_s for c in candidates)
     alike = [c for c in candidates if c.simulation.step_time_s <= shortest * ALIKE]
     best = min(alike, key=lambda c: (len(c.plan.stages), c.rank))
@@ -113,7 +137,7 @@ def predict(program: ProgramLike, plan: Plan, costs: Costs | None = None) -> Pla
     return dataclasses.replace(plan, predicted=predictions(given, [given], {}, limit, program))
 
 
-class _Search:
+class Search:
     """One search: its choices, and what it has found."""
 
     def __init__(
@@ -124,91 +148,146 @@ class _Search:
         num_microbatches: int | None,
         schedule: str | None,
         remat: str | None,
+        *,
+        features: str = "runtime",
+        exclude: Sequence[str] = (),
+        shared: bool = True,
+        deadline: float = math.inf,
+        seed: int = 0,
     ) -> None:
         self.program, self.cluster, self.costs = program, cluster, costs
         if schedule is not None and schedule not in SCHEDULES:
             raise UserError(f"schedule is {schedule!r}. Allowed: {', '.join(SCHEDULES)}.")
-        self.schedule = schedule
-        self.counts = _microbatch_counts(program, num_microbatches)
+        for name in exclude:
+            cluster.group(name)
+        self.names = [g.name for g in cluster.groups if g.name not in exclude]
+        if not self.names:
+            raise UserError(f"exclude names all groups of cluster {cluster.name!r}. Leave one.")
+        self.schedule, self.features, self.shared, self.deadline = schedule, features, shared, deadline
+        self.random = random.Random(seed)
+        self.backwards = ("whole", "split") if features == "all" else ("whole",)
+        self.counts = microbatch_counts(program, num_microbatches)
         self.pricer = Pricer(program, cluster, costs, REMAT if remat is None else (remat,))
+        self.stages = Stages(self.pricer)
         self.found: dict[tuple[Layout, tuple[int, ...]], Candidate] = {}
         self.tried: set[tuple[Layout, tuple[int, ...]]] = set()
         self.tasks_left = MAX_TASKS
         self.unfit: dict[str, str] = {}
-        self.nearest: tuple[Number, str, int, Number] | None = (
-            None  # the least that a simulated plan was over
-        )
+        # The least by which a simulated plan was too large: bytes over, group, device, bytes needed.
+        self.nearest: tuple[Number, str, int, Number] | None = None
 
-    def run(self, allow_row_split: bool) -> list[Candidate]:
-        """Enumerate, rank, simulate, improve."""
-        ranked: list[tuple[Number, int, Layout, Cut]] = []
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the budget is spent."""
+        return time.monotonic() > self.deadline
+
+    def run(self) -> list[Candidate]:
+        """Rank, cut, simulate, improve."""
+        ranked = self.ranked()
+        alone: dict[str, Layout] = {}
+        for _, _, layout, _ in ranked:
+            if len(layout.groups) == 1:
+                alone.setdefault(layout.groups[0], layout)
+        for name in self.names:
+            if name not in alone:
+                self.unfit[f"{name} alone"] = refusal.shortfall(self, name)
+        first = [item for item in ranked if item[2] in alone.values()]
         shortest = math.inf
-        floors = [(self.pricer.floor_s(x), i, x) for i, x in enumerate(self.layouts())]
-        for floor, number, layout in sorted(floors, key=lambda item: item[:2]):
-            alone = len({slot.group for slot in layout.slots}) == 1
-            if not alone and floor > WORTH * shortest:
+        for estimate, _, layout, cut in [*first, *ranked]:
+            # The formula may be wrong by some percent: everything near the best is simulated.
+            if layout not in alone.values() and (
+                estimate > 1.08 * shortest or self.tasks_left < MAX_TASKS / 2
+            ):
                 continue
-            cut = self.pricer.cut(layout)
-            if cut is not None:
-                shortest = min(shortest, cut.estimate_s)
-                ranked.append((cut.estimate_s, number, layout, cut))
-        ranked.sort(key=lambda item: item[:2])
-        plain: dict[str, tuple[Number, int, Layout, Cut]] = {}
-        for item in ranked:
-            names = {slot.group for slot in item[2].slots}
-            if len(names) == 1:
-                plain.setdefault(min(names), item)
-        for group in self.cluster.groups:
-            if group.name not in plain:
-                self.unfit[f"{group.name} alone"] = self.shortfall(group.name)
-        for _, _, layout, cut in [*ranked[:NUM_SIMULATED], *plain.values()]:
-            self.simulate(layout, cut.bounds, cut)
+            candidate = self.simulate(layout, cut.bounds, cut)
+            if candidate is not None:
+                shortest = min(shortest, candidate.simulation.step_time_s)
         self.improve()
-        result = list(self.found.values())
-        if allow_row_split and self.schedule is None and self.program.rows_mode == "split":
-            for label, plan in split_plans(self.program, self.cluster, self.costs, self.pricer, self.counts):
-                candidate = self.evaluate(label, plan)
-                if candidate is not None:
-                    result.append(candidate)
-        return result
+        return list(self.found.values())
 
     # ---- layouts ----
 
-    def layouts(self) -> Iterator[Layout]:
-        """Every layout that is priced: orders of groups x slot sizes x microbatch counts x schedules."""
-        for names in _orders(self.cluster):
-            for slots in self.slot_rows(names):
-                if len(slots) > self.program.num_segments:
-                    continue
-                for M in self.counts:
-                    for schedule, repeats in self.schedules(len(slots)):
-                        yield Layout(slots * repeats, M, schedule)
+    def ranked(self) -> list[tuple[float, int, Layout, Cut]]:
+        """Layouts that fit, with their exact cuts, by estimate."""
+        result: list[tuple[float, int, Layout, Cut]] = []
+        shortest, num_cut = math.inf, 0
+        for number, (score, layout) in enumerate(self.layouts()):
+            lone = len(layout.groups) == 1
+            if not lone and (score > WORTH * shortest or num_cut > NUM_CUT):
+                continue
+            cut = self.stages.cut(layout)
+            num_cut += 1
+            if cut is not None:
+                shortest = min(shortest, cut.estimate_s)
+                result.append((cut.estimate_s, number, layout, cut))
+        return sorted(result, key=lambda item: item[:2])
 
-    def schedules(self, num_slots: int) -> list[tuple[str, int]]:
-        """Schedules to price, with how often the row of slots is repeated."""
-        chunked = [("interleaved", v) for v in (2, 3, 4) if num_slots * v <= self.program.num_segments]
-        if self.schedule == "interleaved":
-            return chunked or [("interleaved", 1)] if num_slots > 1 else [("interleaved", 1)]
+    def layouts(self) -> list[tuple[float, Layout]]:
+        """What is worth a cut, by the formula's time: slot sizes x orders x microbatch counts x schedules."""
+        found: dict[Layout, float] = {}
+        for names in subsets(self.cluster, self.names):
+            lone = len(names) == 1
+            best = shapes(self.pricer, names, self.counts, self.repeats(), NUM_SHAPES * (3 if lone else 1))
+            for rank, shape in enumerate(best):
+                for order in orders(self.cluster, names, thorough=rank < 3):
+                    for layout in self.layouts_of(shape, order):
+                        found.setdefault(layout, shape.score_s)
+        if self.shared:
+            for layout, score in self.shared_layouts():
+                found.setdefault(layout, score)
+        return [(score, layout) for layout, score in sorted(found.items(), key=lambda item: item[1])]
+
+    def repeats(self) -> tuple[int, ...]:
+        """How many stages a slot may run."""
+        if self.schedule in ("interleaved", "ministage"):
+            return (1, 2, 3, 4)
+        return (1, 2, 3, 4) if self.schedule is None else (1,)
+
+    def layouts_of(self, shape: Shape, order: Sequence[str]) -> Iterator[Layout]:
+        """The layouts of a shape with its groups in an order."""
+        slots = dict(zip(shape.groups, shape.num_slots, strict=True))
+        teams = tuple((slot,) for name in order for slot in self.slots(name, slots[name]))
+        M, v = shape.num_microbatches, shape.repeats
         if self.schedule is not None:
-            return [(self.schedule, 1)]
-        return [("1f1b", 1), *chunked] if num_slots > 1 else [("1f1b", 1)]
-
-    def slot_rows(self, names: Sequence[str]) -> list[tuple[Slot, ...]]:
-        """Groups in an order, each cut into slots of at most so many devices; whole groups first."""
-        most = max(self.cluster.group(name).num_devices for name in names)
-        steps = sorted({most, *(2**i for i in range(6) if 2**i < most)}, reverse=True)
-        if self.program.rows_mode == "whole":
-            # Rows stay together, so a slot is one device: one a group where that fits, else more.
-            rows = [tuple(x for name in names for x in self.slots(name, 1)[:n]) for n in reversed(steps)]
+            kinds = [self.schedule]
         else:
-            rows = [tuple(slot for name in names for slot in self.slots(name, size)) for size in steps]
-        return list(dict.fromkeys(rows))
+            kinds = ["1f1b" if v == 1 else "interleaved"]
+            if self.features == "all" and len(teams) > 1:
+                kinds.append("ministage")
+        for kind in kinds:
+            for ahead, backward in self.variants(kind, len(teams), M):
+                yield Layout(teams * v, M, kind, ahead, backward)
 
-    def slots(self, name: str, size: int) -> list[Slot]:
-        """One group as equal slots of at most `size` devices."""
+    def variants(self, kind: str, num_lanes: int, num_microbatches: int) -> list[tuple[int, str]]:
+        """How far members may run ahead, and whether backwards are split."""
+        if kind not in ("1f1b", "interleaved") or num_lanes == 1:
+            return [(0, "whole")]
+        steps = {0, min((num_lanes + 1) // 2, num_microbatches), min(num_lanes + 2, num_microbatches)}
+        return [(a, b) for b in self.backwards for a in sorted(steps)]
+
+    def slots(self, name: str, count: int) -> list[Slot]:
+        """One group as equal slots; of one device where rows stay whole."""
         n = self.cluster.group(name).num_devices
-        each = max(d for d in range(1, min(size, n) + 1) if n % d == 0)
+        each = n // count
+        if self.program.rows_mode == "whole":
+            return [Slot(name, (i * each,)) for i in range(count)]
         return [Slot(name, tuple(range(i, i + each))) for i in range(0, n, each)]
+
+    def shared_layouts(self) -> Iterator[tuple[Layout, float]]:
+        """One stage over several groups, each with rows in proportion to its speed."""
+        for names in subsets(self.cluster, self.names):
+            if len(names) < 2:
+                continue
+            team: Team = tuple(slot for name in names for slot in self.slots(name, 1))
+            for M in self.counts:
+                rows = self.program.global_batch // M
+                shares = self.stages.shares(team, rows)
+                if shares is not None:
+                    seconds = max(
+                        self.pricer.model_s(slot.group, len(slot.devices), own)
+                        for slot, own in zip(team, shares, strict=True)
+                    )
+                    yield Layout((team,), M, "1f1b"), M * seconds
 
     # ---- candidates ----
 
@@ -217,164 +296,183 @@ class _Search:
         key = layout, bounds
         if key in self.tried:
             return self.found.get(key)
-        num_tasks = 2 * len(layout.slots) * layout.num_microbatches
-        if self.found and num_tasks > self.tasks_left:
+        num_tasks = 2 * len(layout.teams) * layout.num_microbatches
+        if self.found and (num_tasks > self.tasks_left or self.out_of_time):
             return None
         self.tried.add(key)
-        cut = cut or self.pricer.cut_at(layout, bounds)
+        cut = cut or self.stages.cut_at(layout, bounds)
         if cut is None:
             return None
         self.tasks_left -= num_tasks
-        candidate = self.evaluate(_label(layout), self.plan_of(layout, cut))
+        bound = math.inf
+        if self.found and len(layout.groups) > 1:
+            bound = WORTH_SHOWING * min(c.simulation.step_time_s for c in self.found.values())
+        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), bound)
         if candidate is not None:
             self.found[key] = candidate
         return candidate
 
-    def evaluate(self, label: str, plan: Plan) -> Candidate | None:
-        """Simulate a plan; None where it does not fit."""
-        result = simulate(plan, self.program, self.costs)
-        overshoots = []
-        for memory in (plan.device_memory(self.program), result.peak_bytes):
-            for (name, device), need in memory.items():
-                have = self.cluster.group(name).memory_bytes
-                if have is not None and need > have:
-                    overshoots.append((need - have, name, device, need))
-        if overshoots:
-            worst = max(overshoots)
-            self.nearest = min(self.nearest or worst, worst)
-            return None
-        return Candidate(label, plan, result)
+    def evaluate(self, label: str, plan: Plan, worse_than_s: Number = math.inf) -> Candidate | None:
+        """Simulate a plan; None where it does not fit, or where its tasks alone take longer than a bound."""
+        overshoots = self.overshoots(plan.device_memory(self.program).items())
+        if not overshoots:
+            schedule = plan_schedule(plan, self.program.edges())
+            if schedule.length_s > worse_than_s:
+                return None
+            result = simulate(plan, self.program, self.costs, schedule)
+            overshoots = self.overshoots(result.peak_bytes.items())
+            if not overshoots:
+                return Candidate(label, plan, result)
+        worst = max(overshoots)
+        self.nearest = min(self.nearest or worst, worst)
+        return None
+
+    def overshoots(
+        self, memory: Iterable[tuple[tuple[str, int], Number]]
+    ) -> list[tuple[Number, str, int, Number]]:
+        """Bytes over, group, device and bytes needed of each device that is too small."""
+        result = []
+        for (name, device), need in memory:
+            have = self.cluster.group(name).memory_bytes
+            if have is not None and need > have:
+                result.append((need - have, name, device, need))
+        return result
 
     def plan_of(self, layout: Layout, cut: Cut) -> Plan:
         """The plan of a cut layout."""
         M = layout.num_microbatches
-        rows = self.program.global_batch // M
         stages = []
-        for slot, way, start, stop in zip(layout.slots, cut.ways, cut.bounds, cut.bounds[1:], strict=False):
-            devices = slot.devices[: used_devices(slot, rows, self.program.rows_mode)]
-            member = Member(slot.group, devices, dict(way.axes), (0, rows), (way.remat,) * (stop - start))
-            stages.append(Stage((start, stop), (member,)))
-        return timed(
-            Plan(
-                cluster=self.cluster,
-                fingerprint=self.program.fingerprint,
-                num_segments=self.program.num_segments,
-                global_batch=self.program.global_batch,
-                num_microbatches=M,
-                schedule=layout.schedule,
-                stages=tuple(stages),
-            ),
-            self.program,
-            self.costs,
+        for runs, start, stop in zip(cut.runs, cut.bounds, cut.bounds[1:], strict=False):
+            members, row = [], 0
+            for run in runs:
+                members.append(
+                    Member(
+                        group=run.slot.group,
+                        devices=run.slot.devices[: run.num_devices],
+                        axes=dict(run.way.axes),
+                        rows=(row, row + run.rows),
+                        remat=run.remat,
+                        residency=run.way.residency,
+                    )
+                )
+                row += run.rows
+            stages.append(Stage((start, stop), tuple(members)))
+        plan = Plan(
+            cluster=self.cluster,
+            fingerprint=self.program.fingerprint,
+            num_segments=self.program.num_segments,
+            global_batch=self.program.global_batch,
+            num_microbatches=M,
+            schedule=layout.schedule,
+            stages=tuple(stages),
+            ahead=layout.ahead,
+            backward=layout.backward,
         )
+        return timed(plan, self.program, self.costs)
 
     # ---- improvement ----
 
     def improve(self) -> None:
         """Small changes to the best, as long as they help and tasks are left."""
-        while self.found:
+        while self.found and not self.out_of_time:
             key, best = min(self.found.items(), key=lambda item: item[1].rank)
-            for layout, bounds in self.neighbours(*key):
+            for layout, bounds in self.neighbours(*key, best):
                 better = self.simulate(layout, bounds)
                 if better is not None and better.rank < best.rank:
                     break
             else:
                 return
 
-    def neighbours(self, layout: Layout, bounds: tuple[int, ...]) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+    def neighbours(
+        self, layout: Layout, bounds: tuple[int, ...], best: Candidate
+    ) -> Iterator[tuple[Layout, tuple[int, ...]]]:
         """Layouts and boundaries one small change away."""
+        for other in self.similar(layout):
+            cut = self.stages.cut(other)
+            if cut is not None and cut.estimate_s < 1.15 * best.simulation.step_time_s:
+                yield other, cut.bounds
+        moves = []
         for j in range(1, len(bounds) - 1):
             for step in (1, -1):
                 moved = (*bounds[:j], bounds[j] + step, *bounds[j + 1 :])
                 if all(a < b for a, b in itertools.pairwise(moved)):
-                    yield layout, moved
-        for other in self.similar(layout):
-            cut = self.pricer.cut(other)
-            if cut is not None:
-                yield other, cut.bounds
+                    moves.append(moved)
+        # Off the busiest stages first.
+        self.random.shuffle(moves)
+        seconds = [
+            max(m.seconds[0] + m.seconds[1] for m in stage.members if m.seconds) for stage in best.plan.stages
+        ]
+        moves.sort(key=lambda moved: -self.relief(bounds, moved, seconds))
+        for moved in moves:
+            yield layout, moved
+
+    def relief(self, bounds: Sequence[int], moved: Sequence[int], seconds: Sequence[Number]) -> Number:
+        """How much busier the stage is that loses a segment than the one that gains it."""
+        j = next(j for j, (a, b) in enumerate(zip(bounds, moved, strict=True)) if a != b)
+        loser, gainer = (j, j - 1) if moved[j] > bounds[j] else (j - 1, j)
+        return seconds[loser] - seconds[gainer]
 
     def similar(self, layout: Layout) -> Iterator[Layout]:
         """Other microbatch counts, schedules, orders and slot sizes."""
         at = self.counts.index(layout.num_microbatches)
         for M in self.counts[max(at - 1, 0) : at + 2]:
             yield dataclasses.replace(layout, num_microbatches=M)
-        row = tuple(dict.fromkeys(layout.slots))
+        row, v = layout.row, layout.repeats
+        if layout.schedule in ("1f1b", "interleaved") and len(row) > 1:
+            for ahead in {layout.ahead // 2, layout.ahead - 1, layout.ahead + 1, layout.ahead + 3}:
+                if ahead >= 0 and ahead != layout.ahead:
+                    yield dataclasses.replace(layout, ahead=ahead)
+            for backward in self.backwards:
+                yield dataclasses.replace(layout, backward=backward)
         if self.schedule is None and len(row) > 1:
             yield Layout(row, layout.num_microbatches, "gpipe")
-            yield Layout(row, layout.num_microbatches, "1f1b")
-        repeats = len(layout.slots) // len(row)
-        names = list(dict.fromkeys(slot.group for slot in row))
-        parts = {name: [slot for slot in row if slot.group == name] for name in names}
-        for i in range(len(names) - 1):
-            swapped = [*names[:i], names[i + 1], names[i], *names[i + 2 :]]
-            yield dataclasses.replace(layout, slots=tuple(s for n in swapped for s in parts[n]) * repeats)
+            yield dataclasses.replace(layout, teams=row, schedule="1f1b")
+            for other in (v - 1, v + 1):
+                if 2 <= other <= 6 and other * len(row) <= self.program.num_segments:
+                    yield dataclasses.replace(layout, teams=row * other, schedule="interleaved")
+        for i in range(len(row) - 1):
+            if row[i][0].group != row[i + 1][0].group:
+                swapped = (*row[:i], row[i + 1], row[i], *row[i + 2 :])
+                yield dataclasses.replace(layout, teams=swapped * v)
         if self.program.rows_mode == "whole":
             return
-        for name in names:
-            n, size = self.cluster.group(name).num_devices, len(parts[name][0].devices)
+        yield from self.resized(layout)
+        if self.shared:
+            yield from self.merged(layout)
+
+    def resized(self, layout: Layout) -> Iterator[Layout]:
+        """One group cut into another number of slots."""
+        row, v = layout.row, layout.repeats
+        if any(len(team) > 1 for team in row):
+            return
+        for name in layout.groups:
+            places = [i for i, team in enumerate(row) if team[0].group == name]
+            if places != list(range(places[0], places[-1] + 1)):
+                continue
+            n = self.cluster.group(name).num_devices
             divisors = [d for d in range(1, n + 1) if n % d == 0]
-            at = divisors.index(size)
-            for other in divisors[max(at - 1, 0) : at + 2]:
-                slots = tuple(s for x in names for s in (self.slots(x, other) if x == name else parts[x]))
-                if other != size and len(slots) * repeats <= self.program.num_segments:
-                    yield dataclasses.replace(layout, slots=slots * repeats)
+            at = divisors.index(len(places)) if len(places) in divisors else 0
+            for count in divisors[max(at - 1, 0) : at + 2]:
+                slots = tuple((slot,) for slot in self.slots(name, count))
+                teams = (*row[: places[0]], *slots, *row[places[-1] + 1 :])
+                if count != len(places) and len(teams) * v <= self.program.num_segments:
+                    yield dataclasses.replace(layout, teams=teams * v)
 
-    # ---- when nothing fits ----
-
-    def closest(self, names: Sequence[str]) -> tuple[Number, int, dict[str, Number], Layout]:
-        """The layout of some groups that misses by the least, as `Pricer.least_overflow` and the layout."""
-        schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
-        options = []
-        for slots in self.slot_rows(names):
-            if len(slots) <= self.program.num_segments or len(slots) == 1:
-                for M in self.counts:
-                    layout = Layout(slots, M, schedule)
-                    options.append((*self.pricer.least_overflow(layout), layout))
-        return min(options, key=lambda option: option[0])
-
-    def shortfall(self, name: str) -> str:
-        """In words, by how much a group alone is too small."""
-        over, stage, needs, layout = self.closest([name])
-        need = needs.get(layout.slots[stage].group, 0.0)
-        return f"needs {_gib(need)} GiB on each device, {_gib(over)} GiB too much"
-
-    def refuse(self) -> NoReturn:
-        """Say by how much nothing fits, where, and what would make it fit.
-
-        Raises:
-            UserError: Always.
-        """
-        orders = [x for x in _orders(self.cluster) if len(x) <= self.program.num_segments]
-        over, stage, needs, layout = min((self.closest(x) for x in orders), key=lambda option: option[0])
-        if over <= 0 and self.nearest is not None:  # fits by the bounds and not in simulated time
-            over, name, device, need = self.nearest
-            needs, where = {name: need}, f"device {device} of group {name!r}"
-        else:
-            name = layout.slots[stage].group
-            need = needs.get(name, 0.0)
-            where = f"each device of stage {stage}, in group {name!r}"
-        have = self.cluster.group(name).memory_bytes or 0.0
-        largest = max(self.pricer.segments, key=lambda s: s.param_bytes)
-        used = " -> ".join(dict.fromkeys(slot.group for slot in layout.slots))
-        closest = (
-            f"{used}, {_count(len(layout.slots), 'stage')}, {_count(layout.num_microbatches, 'microbatch')}, "
-            f"parameters sharded, remat {self.pricer.policies[-1]}"
-        )
-        enough = ", ".join(f"{group} = {_gib(size)}" for group, size in needs.items())
-        raise UserError(
-            f"No plan fits on cluster {self.cluster.name!r}. The closest one ({closest}) needs "
-            f"{_gib(need)} GiB on {where}, where {_gib(have)} GiB can be used: {_gib(over)} GiB too much. It "
-            f"would fit with this memory_gib: {enough}; else give it more devices, fewer rows, or cuts in "
-            f"the largest segment ({largest.name!r}, {_gib(largest.param_bytes)} GiB of float32 parameters)."
-        )
+    def merged(self, layout: Layout) -> Iterator[Layout]:
+        """Two neighbouring stages as one that shares its rows, and the other way round."""
+        row, v = layout.row, layout.repeats
+        for i in range(len(row) - 1):
+            if row[i][0].group != row[i + 1][0].group:
+                teams = (*row[:i], (*row[i], *row[i + 1]), *row[i + 2 :])
+                yield dataclasses.replace(layout, teams=teams * v, schedule=layout.schedule)
+        for i, team in enumerate(row):
+            for j in range(1, len(team)):
+                teams = (*row[:i], team[:j], team[j:], *row[i + 1 :])
+                if len(teams) * v <= self.program.num_segments:
+                    yield dataclasses.replace(layout, teams=teams * v)
 
 
-def _gib(num_bytes: Number) -> str:
-    """GiB with two decimals, rounded up, so that the figure is enough."""
-    return f"{math.ceil(num_bytes / GIB * 100) / 100:.2f}"
-
-
-def _microbatch_counts(program: ProgramLike, wanted: int | None) -> list[int]:
+def microbatch_counts(program: ProgramLike, wanted: int | None) -> list[int]:
     """Allowed numbers of microbatches; no more than about a dozen."""
     batch = program.global_batch
     divisors = [m for m in range(1, batch + 1) if batch % m == 0]
@@ -397,24 +495,43 @@ def _microbatch_counts(program: ProgramLike, wanted: int | None) -> list[int]:
     return sorted({min(divisors, key=lambda d: abs(d - batch ** (i / 11))) for i in range(12)})
 
 
-def _orders(cluster: Cluster) -> list[tuple[str, ...]]:
-    """Orders of subsets of the groups that are tried: all of up to three groups, the likely ones of more."""
-    names = [g.name for g in cluster.groups]
-    if len(names) <= 3:
-        return [p for n in range(1, len(names) + 1) for p in itertools.permutations(names, n)]
-    speed = {g.name: g.achieved_tflops * g.num_devices for g in cluster.groups}
-    memory = {g.name: g.memory_bytes or 0.0 for g in cluster.groups}
-    ranked = sorted(names, key=lambda n: (-speed[n], n))
-    result: list[tuple[str, ...]] = [(n,) for n in ranked]
-    for size in range(2, len(names) + 1):
-        for key in (speed, memory):
-            order = sorted(ranked[:size], key=lambda n: (-key[n], n))
-            result += [tuple(order), tuple(reversed(order))]
-        result += [_near(cluster, ranked[:size], first) for first in ranked[:size]]
+def subsets(cluster: Cluster, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Sets of groups that are tried: all of up to five groups, the likely ones of more; in file order."""
+    if len(names) <= 5:
+        return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
+    groups = {name: cluster.group(name) for name in names}
+    speed = {n: g.achieved_tflops * g.num_devices for n, g in groups.items()}
+    memory = {n: (g.memory_bytes or 0.0) * g.num_devices for n, g in groups.items()}
+    found: list[tuple[str, ...]] = [(n,) for n in names]
+    for key in (speed, memory):
+        ranked = sorted(names, key=lambda n: (-key[n], n))
+        found += [tuple(n for n in names if n in ranked[:size]) for size in range(2, len(names) + 1)]
+    return list(dict.fromkeys(found))
+
+
+def orders(cluster: Cluster, names: Sequence[str], *, thorough: bool) -> list[tuple[str, ...]]:
+    """Orders of some groups: all of up to three (four where it is worth it), else the likely ones.
+
+    Likely are: by speed, by memory, and along the widest links from each group on.
+    """
+    if len(names) <= 3 or (len(names) == 4 and thorough):
+        return list(itertools.permutations(names))
+    groups = {name: cluster.group(name) for name in names}
+    result: list[tuple[str, ...]] = []
+    for key in (
+        {n: g.achieved_tflops * g.num_devices for n, g in groups.items()},
+        {n: g.memory_bytes or 0.0 for n, g in groups.items()},
+    ):
+        order = sorted(names, key=lambda n: (-key[n], n))
+        result += [tuple(order), tuple(reversed(order))]
+    if thorough:
+        result += [near(cluster, names, first) for first in names]
+    else:
+        result += [near(cluster, names, result[0][0]), near(cluster, names, result[0][-1])]
     return list(dict.fromkeys(result))
 
 
-def _near(cluster: Cluster, names: Iterable[str], first: str) -> tuple[str, ...]:
+def near(cluster: Cluster, names: Iterable[str], first: str) -> tuple[str, ...]:
     """From a first group always on to the one with the widest link."""
     left = [n for n in names if n != first]
     order = [first]
@@ -422,74 +539,3 @@ def _near(cluster: Cluster, names: Iterable[str], first: str) -> tuple[str, ...]
         order.append(max(left, key=lambda n: (cluster.link(order[-1], n).bandwidth_gb_per_s, n)))
         left.remove(order[-1])
     return tuple(order)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
-
-
-def _label(layout: Layout) -> str:
-    """For a person: which groups in which order."""
-    row = tuple(dict.fromkeys(layout.slots))
-    parts = []
-    for name, slots in itertools.groupby(row, key=lambda slot: slot.group):
-        count = len(list(slots))
-        parts.append(name if count == 1 else f"{name} x{count}")
-    groups = " -> ".join(parts)
-    if len({slot.group for slot in row}) == 1:
-        groups = f"{row[0].group} alone" + (f", {len(row)} stages" if len(row) > 1 else "")
-    return f"{groups}, {layout.schedule}" if len(row) > 1 else groups
-
-
-def predictions(
-    best: Candidate,
-    candidates: Sequence[Candidate],
-    unfit: dict[str, str],
-    limit: Limit,
-    program: ProgramLike,
-) -> dict[str, object]:
-    """What `print(plan)` tells and `--json` gives."""
-    step = best.simulation.step_time_s
-    memory = best.plan.member_memory(program)
-    others: dict[str, Candidate] = {}
-    for candidate in sorted(candidates, key=lambda c: c.rank):
-        if candidate.label != best.label:
-            others.setdefault(candidate.label, candidate)
-    # The alternatives that a person asks for first: each group alone, then the best of the rest.
-    plain = [c for label, c in others.items() if " alone" in label]
-    shown = sorted([*plain, *[c for c in others.values() if c not in plain][:3]], key=lambda c: c.rank)
-    rejected: list[dict[str, object]] = [
-        {
-            "what": f"{c.label}, {_count(c.plan.num_microbatches, 'microbatch')}",
-            "step_time_s": c.simulation.step_time_s,
-            "why": f"{c.simulation.step_time_s / step:.2f} times as long",
-        }
-        for c in shown
-    ]
-    rejected += [
-        {"what": what, "step_time_s": None, "why": f"does not fit: {why}"} for what, why in unfit.items()
-    ]
-    return {
-        "step_time_s": step,
-        "rows_per_s": program.global_batch / step if step else 0.0,
-        "limit": {"step_time_s": limit.step_time_s, "group_shares": dict(limit.group_shares)},
-        "efficiency": limit.step_time_s / step if step else 1.0,
-        "binds": _binds(best.simulation),
-        "groups": {name: dataclasses.asdict(use) for name, use in best.simulation.groups.items()},
-        "memory_gib": [
-            [memory[s, k].total_bytes / GIB for k in range(len(stage.members))]
-            for s, stage in enumerate(best.plan.stages)
-        ],
-        "rejected": rejected,
-    }
-
-
-def _binds(simulation: Simulation) -> str:
-    """What keeps the step from being shorter, in a few words."""
-    name, use = max(simulation.groups.items(), key=lambda item: (item[1].busy, item[0]))
-    moving, link = max(simulation.groups.items(), key=lambda item: (item[1].transfer, item[0]))
-    if link.transfer > max(use.busy, 0.5):
-        return f"transfers of group {moving}, on their way {link.transfer:.0%} of the step"
-    if use.busy > 0.85:
-        return f"compute of group {name}, busy {use.busy:.0%} of the step"
-    return f"filling and draining the pipeline: even group {name} is busy only {use.busy:.0%} of the step"

@@ -1,347 +1,282 @@
-"""Where to cut: exact stage boundaries for a given row of slots.
+"""Where to cut: for a given layout, boundaries whose slowest stage is as fast as can be.
 
-A slot is a set of devices that takes one place in the pipeline. For every run of segments and every slot the
-fastest way to run it that fits (dp or fsdp, which remat policy) is priced at once as a matrix over (start,
-stop); a dynamic program then picks the boundaries.
+A longer run of segments is never cheaper, so for a given period each stage may take as many segments as fit
+it, and the shortest period for which that reaches the end is found by bisection; exact up to `TOLERANCE`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hetjax.cluster import Cluster
-from hetjax.cost import Costs, ProgramLike
 from hetjax.devices import DTYPE_BYTES, Number
-from hetjax.graph import StageGraph, in_flight_bounds
-from hetjax.memory import ADAM_BYTES_PER_PARAM, kept_per_row
+from hetjax.graph import in_flight_bounds
+from hetjax.planner.layout import Cut, Layout, Team
+from hetjax.planner.pricer import INF, Load, Member, Pricer
+from hetjax.planner.rows import share_rows
 
-SLACK = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, np.inf)
-"""Multiples of the shortest possible period that are tried, to trade the period for the pipeline's length."""
+Price = np.ndarray
+"""Of the segments from a start (row) to a stop (column); never less for more of them."""
 
+MOST = 1e300
+"""Above every price that is not infinite."""
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Devices that take one place in the pipeline.
-
-    Attributes:
-        group: Their group.
-        devices: Their indices; as many of them are used as the rows divide by.
-    """
-
-    group: str
-    devices: tuple[int, ...]
+TOLERANCE = 1e-4
+"""Relative, of the longest period."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How a slot runs a stage."""
-
-    axes: tuple[tuple[str, int], ...]
-    remat: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Slots in pipeline order, with everything that the prices depend on.
-
-    Attributes:
-        slots: One for each stage; a slot may come several times (`interleaved`).
-        num_microbatches: Of one step.
-        schedule: Whose bounds the memory follows.
-    """
-
-    slots: tuple[Slot, ...]
-    num_microbatches: int
-    schedule: str
-
-    def graph(self) -> StageGraph:
-        """A chain of the slots' lanes."""
-        numbers: dict[Slot, int] = {}
-        lanes = tuple((numbers.setdefault(slot, len(numbers)),) for slot in self.slots)
-        return StageGraph(lanes, tuple((s, s + 1) for s in range(len(lanes) - 1)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Boundaries for a layout.
-
-    Attributes:
-        bounds: Where each stage starts, and the number of segments.
-        ways: How each stage runs.
-        estimate_s: Step time by formula; the simulator knows better.
-    """
-
-    bounds: tuple[int, ...]
-    ways: tuple[Way, ...]
-    estimate_s: Number
-
-
-def used_devices(slot: Slot, rows: int, rows_mode: str) -> int:
-    """How many of a slot's devices share the rows evenly: the most that divide them."""
-    if rows_mode == "whole":
-        return 1
-    return max(n for n in range(1, len(slot.devices) + 1) if rows % n == 0)
-
-
-class Pricer:
-    """Prices runs of segments on slots, with everything that repeats kept.
+class Stages:
+    """Cuts layouts; what repeats is kept.
 
     Args:
-        program: What is placed.
-        cluster: Where.
-        costs: Seconds of segments.
-        policies: Remat policies that may be chosen, the cheapest in time first.
+        pricer: Of the program and cluster.
     """
 
-    def __init__(
-        self, program: ProgramLike, cluster: Cluster, costs: Costs, policies: tuple[str, ...]
-    ) -> None:
-        self.program, self.cluster, self.costs, self.policies = program, cluster, costs, policies
-        self.segments = program.segments()
-        n = self.num_segments = len(self.segments)
-        self.params = _prefix([s.param_bytes for s in self.segments])
-        self.num_params = _prefix([s.num_params for s in self.segments])
-        kept = {p: [kept_per_row(s, p) for s in self.segments] for p in (*policies, "none")}
-        self.kept = {p: _prefix(values) for p, values in kept.items()}
-        single = [k + 2 * s.boundary_bytes_per_row for k, s in zip(kept["none"], self.segments, strict=True)]
-        self.temporaries = np.zeros((n + 1, n + 1))
-        for start in range(n):
-            self.temporaries[start, start + 1 :] = np.maximum.accumulate(single[start:])
-        # Boundary values have their producer's dtype, which can be that of any group.
-        self.widest = max(DTYPE_BYTES[g.dtype] for g in cluster.groups) / 4
-        self.skips = any(edge.consumer - edge.producer > 1 for edge in program.edges())
-        self.crossing = np.zeros(n + 1)
-        for edge in program.edges():
-            self.crossing[edge.producer + 1 : edge.consumer + 1] += edge.bytes_per_row
-        self.matrices = functools.lru_cache(maxsize=4096)(self._matrices)
-        self.seconds = functools.lru_cache(maxsize=4096)(self._seconds)
+    def __init__(self, pricer: Pricer) -> None:
+        self.pricer = pricer
+        self.n = pricer.num_segments
+        self.shares = functools.lru_cache(maxsize=4096)(self._shares)
+        self.members = functools.lru_cache(maxsize=20_000)(Member)
 
-    def ways(self, num_devices: int) -> tuple[Way, ...]:
-        """Ways to run on so many devices, the preferred first: `dp`; `fsdp` where memory needs it; remat."""
-        axes = [(("dp", num_devices),)] + ([(("fsdp", num_devices),)] if num_devices > 1 else [])
-        return tuple(Way(a, p) for p in self.policies for a in axes)
+    def _shares(self, team: Team, rows: int) -> tuple[int, ...] | None:
+        if len(team) == 1:
+            return (rows,)
+        seconds = {
+            i: functools.partial(self.pricer.model_s, slot.group, len(slot.devices))
+            for i, slot in enumerate(team)
+        }
+        return share_rows([len(slot.devices) for slot in team], [seconds[i] for i in range(len(team))], rows)
 
-    def _seconds(self, group_name: str, rows: int, way: Way) -> tuple[np.ndarray, np.ndarray, float, float]:
-        """Prefix sums of F and of B; seconds of the step's end, as base and slope over parameter bytes."""
-        group, axes = self.cluster.group(group_name), dict(way.axes)
-        forward = _prefix([self.costs.forward_s(s, group, rows, axes) for s in self.segments])
-        backward = _prefix([self.costs.backward_s(s, group, rows, axes, way.remat) for s in self.segments])
-        total = float(self.params[-1]) or 1.0
-        ends = [
-            self.costs.gather_s(p, group, axes)
-            + self.costs.reduce_s(p, group, axes)
-            + self.costs.update_s(p, group, axes)
-            for p in (total / 2, total)
-        ]
-        slope = (ends[1] - ends[0]) / (total / 2)
-        return forward, backward, ends[1] - slope * total, slope
-
-    def bytes(
-        self, group_name: str, rows: int, way: Way, in_flight: int, ahead: int, cotangents: int
-    ) -> np.ndarray:
-        """Bytes per device of every run of segments, as `memory.member_memory` counts them."""
-        group, axes = self.cluster.group(group_name), dict(way.axes)
-        fsdp, size = axes.get("fsdp", 1), DTYPE_BYTES[group.dtype] / 4
-        local_rows = rows / (axes.get("dp", 1) * fsdp)
-        params, num_params = _between(self.params), _between(self.num_params)
-        static = params / fsdp + params + num_params * ADAM_BYTES_PER_PARAM / fsdp
-        if size < 1 or fsdp > 1:
-            static = static + params * size
-        kept = _between(self.kept[way.remat]) * local_rows * size * in_flight
-        waiting = self.crossing[:, None] * (ahead + 1) + self.crossing[None, :] * cotangents
-        waiting = waiting * local_rows * self.widest
-        workspace = np.maximum(self.temporaries * local_rows * size, params / fsdp)
-        return static + kept + waiting + workspace
-
-    def _matrices(
-        self,
-        slot: Slot,
-        rows: int,
-        num_microbatches: int,
-        in_flight: int,
-        ahead: int,
-        cotangents: int,
-        share: int,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For every run of segments: seconds a microbatch of the first way that fits, which way, bytes over.
-
-        `share` stages share the devices, each with its part of the memory.
-        """
-        group = self.cluster.group(slot.group)
-        capacity = np.inf if group.memory_bytes is None else group.memory_bytes / share
-        n = self.num_segments
-        best, which = np.full((n + 1, n + 1), np.inf), np.zeros((n + 1, n + 1), int)
-        least_over = np.full((n + 1, n + 1), np.inf)
-        for i, way in enumerate(self.ways(used_devices(slot, rows, self.program.rows_mode))):
-            forward, backward, base, slope = self.seconds(slot.group, rows, way)
-            period = _between(forward) + _between(backward)
-            period = period + (base + slope * _between(self.params)) / num_microbatches
-            over = self.bytes(slot.group, rows, way, in_flight, ahead, cotangents) - capacity
-            first = np.isinf(best) & (over <= 0)
-            which = np.where(first, i, which)
-            best = np.where(first, period, best)
-            least_over = np.minimum(least_over, over)
-        backwards = np.tri(n + 1, dtype=bool)  # stop <= start: no segment
-        best[backwards] = np.inf
-        least_over[backwards] = np.inf
-        return best, which, least_over
-
-    def _of_layout(self, layout: Layout) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        bounds = in_flight_bounds(layout.schedule, layout.graph(), layout.num_microbatches).stage
-        rows = self.program.global_batch // layout.num_microbatches
+    def stages(self, layout: Layout) -> list[tuple[Member, ...]] | None:
+        """The members of each stage; None where a team cannot share the rows."""
+        pricer, M = self.pricer, layout.num_microbatches
+        graph = layout.graph()
+        in_flight = in_flight_bounds(layout.schedule, graph, M).stage
+        rows = pricer.program.global_batch // M
         result = []
-        for j, slot in enumerate(layout.slots):
+        mirrored = layout.schedule in ("gpipe", "ministage")
+        for j, team in enumerate(layout.teams):
+            shares = self.shares(team, rows)
+            if shares is None:
+                return None
             # A producer may run ahead by what its bound is wider; with skips that may be the first stage.
-            ahead = max(bounds[0 if self.skips else j - 1] - bounds[j], 0) if j else 0
-            cotangents = bounds[j] if layout.schedule == "gpipe" else 2
+            ahead = max(in_flight[0 if pricer.skips else j - 1] - in_flight[j], 0) if j else 0
+            share = layout.teams.count(team)
+            passing = layout.schedule == "ministage"
+            cotangents = in_flight[j] if mirrored and not passing else 2
             result.append(
-                self.matrices(
-                    slot,
-                    rows,
-                    layout.num_microbatches,
-                    bounds[j],
-                    ahead,
-                    cotangents,
-                    layout.slots.count(slot),
+                tuple(
+                    self.members(pricer, slot, Load(own, M, in_flight[j], ahead, cotangents, share, passing))
+                    for slot, own in zip(team, shares, strict=True)
                 )
             )
         return result
 
-    def transfer_s(self, layout: Layout, j: int) -> np.ndarray:
+    def transfer_s(self, layout: Layout, j: int, cut: int) -> Number:
         """Seconds of one message from stage j to the next, by where the cut is."""
-        if j + 1 == len(layout.slots):
-            return np.zeros(self.num_segments + 1)
-        a, b = layout.slots[j], layout.slots[j + 1]
-        if a == b:
-            return np.zeros(self.num_segments + 1)
-        link = self.cluster.link(a.group, b.group)
-        rows = self.program.global_batch // layout.num_microbatches
-        num_bytes = self.crossing * rows * DTYPE_BYTES[self.cluster.group(a.group).dtype] / 4
-        return link.latency_us * 1e-6 + num_bytes / (link.bandwidth_gb_per_s * 1e9)
-
-    def floor_s(self, layout: Layout) -> float:
-        """No boundaries make this layout's step shorter, by the same formula.
-
-        With weights w over the slots, the longest period is at least sum over segments of min over slots of
-        (w x seconds) / sum of w.
-        """
-        rows = self.program.global_batch // layout.num_microbatches
-        weights, weighted = 0.0, np.full(self.num_segments, np.inf)
-        for slot in dict.fromkeys(layout.slots):
-            way = self.ways(used_devices(slot, rows, self.program.rows_mode))[0]
-            forward, backward, _, _ = self.seconds(slot.group, rows, way)
-            weight = 1 / max(float(forward[-1] + backward[-1]), 1e-30)
-            weights += weight
-            weighted = np.minimum(weighted, weight * (np.diff(forward) + np.diff(backward)))
-        return layout.num_microbatches * float(weighted.sum()) / weights
+        if j + 1 == len(layout.teams) or layout.teams[j] == layout.teams[j + 1]:
+            return 0.0
+        a, b = layout.teams[j][0], layout.teams[j + 1][0]
+        link = self.pricer.cluster.link_between(a.group, a.devices, b.group, b.devices)
+        rows = self.pricer.program.global_batch // layout.num_microbatches
+        size = DTYPE_BYTES[self.pricer.groups[a.group].dtype] / 4
+        return link.transfer_s(self.pricer.crossing[cut] * rows * size)
 
     def cut(self, layout: Layout) -> Cut | None:
-        """The best boundaries for a layout, or None where nothing fits.
+        """Boundaries with the shortest longest period, or None where nothing fits.
 
-        Minimises (M - 1) * longest period + sum of stages and transfers, exactly up to the choice of `SLACK`;
-        a period is a stage's F and B, or its message's time on the link where that is longer.
+        Where teams run several stages each, the sum of a team's stages counts.
         """
-        M = layout.num_microbatches
-        matrices = self._of_layout(layout)
-        periods, lengths = [], []
-        for j, (seconds, _, _) in enumerate(matrices):
-            transfer = self.transfer_s(layout, j)[None, :]
-            periods.append(np.maximum(seconds, transfer))
-            lengths.append(seconds + 2 * transfer)
-        shortest = _bottleneck(periods)
-        if not np.isfinite(shortest):
+        members = self.stages(layout)
+        if members is None or len(members) > self.n:
             return None
-        best: tuple[float, tuple[int, ...]] | None = None
-        for slack in SLACK:
-            limit = shortest * slack * (1 + 1e-12)
-            masked = [np.where(p <= limit, c, np.inf) for p, c in zip(periods, lengths, strict=True)]
-            bounds = _shortest(masked)
-            longest = max(p[a, b] for p, a, b in zip(periods, bounds, bounds[1:], strict=False))
-            total = sum(c[a, b] for c, a, b in zip(lengths, bounds, bounds[1:], strict=False))
-            if (
-                layout.schedule == "interleaved"
-            ):  # Megatron-LM's bubble: the number of lanes, less one, of chunks
-                lanes = len(set(layout.slots))
-                estimate = longest * (M * len(layout.slots) / lanes + lanes - 1)
-            else:
-                estimate = (M - 1) * longest + total
-            if best is None or estimate < best[0] * (1 - 1e-9):
-                best = float(estimate), bounds
-        assert best is not None, "a finite period has boundaries"
-        return Cut(best[1], self._ways_at(layout, matrices, best[1]), best[0])
+        price = [_worst(stage) for stage in members]
+        if layout.repeats > 1:
+            bounds = self.balanced(layout, price)
+        else:
+            _, bounds = self.shortest(price)
+        return None if bounds is None else self.finish(layout, members, bounds)
 
-    def cut_at(self, layout: Layout, bounds: tuple[int, ...]) -> Cut | None:
+    def balanced(self, layout: Layout, price: Sequence[Price]) -> tuple[int, ...] | None:
+        """Boundaries with the shortest longest sum over a team's stages, and stages of a team alike."""
+        period, bounds = self.shortest(price)
+        if bounds is None:
+            return None
+        lanes = [layout.row.index(team) for team in layout.teams]
+        best = self.longest_lane(lanes, price, bounds)
+        low, high = best / 2, best
+        while high > low * (1 + 10 * TOLERANCE):
+            middle = (low + high) / 2
+            found = self.deal(lanes, layout.repeats, price, middle)
+            if found is None:
+                low = middle
+                continue
+            reached = self.longest_lane(lanes, price, found)
+            if reached < best:
+                best, bounds = reached, found
+            high = middle
+        return bounds
+
+    def longest_lane(self, lanes: Sequence[int], price: Sequence[Price], bounds: Sequence[int]) -> Number:
+        """The longest sum over the stages of a lane."""
+        sums: dict[int, Number] = {}
+        for lane, p, a, b in zip(lanes, price, bounds, bounds[1:], strict=False):
+            sums[lane] = sums.get(lane, 0.0) + p[a, b]
+        return max(sums.values())
+
+    def deal(
+        self, lanes: Sequence[int], repeats: int, price: Sequence[Price], lane_s: Number
+    ) -> tuple[int, ...] | None:
+        """Boundaries for lanes that take so long: each stage as near to its lane's even part as can be."""
+        n, J = self.n, len(price)
+        bounds, spent, turn = [0], [0.0] * (max(lanes) + 1), [0] * (max(lanes) + 1)
+        for j, (lane, p) in enumerate(zip(lanes, price, strict=True)):
+            a, most = bounds[-1], n - (J - 1 - j)
+            turn[lane] += 1
+            target = lane_s * turn[lane] / repeats - spent[lane]
+            last = turn[lane] == repeats
+            b = self.farthest(p, a, most, target if last else max(target, 0.0))
+            if not last and b < most and p[a, b + 1] < INF:
+                under = target - (p[a, b] if b > a else 0.0)
+                if p[a, b + 1] - target < under and spent[lane] + p[a, b + 1] <= lane_s:
+                    b += 1
+            b = max(b, a + 1)
+            if b > most or p[a, b] == INF:
+                return None
+            spent[lane] += float(p[a, b])
+            bounds.append(b)
+        return tuple(bounds) if bounds[-1] == n else None
+
+    def farthest(self, p: Price, a: int, most: int, limit: Number) -> int:
+        """The longest run from `a` that stays within a price; `a` where none does."""
+        row = p[a, a + 1 : most + 1]
+        return a + int(np.searchsorted(row, min(limit, MOST), side="right"))
+
+    def cut_at(self, layout: Layout, bounds: Sequence[int]) -> Cut | None:
         """Given boundaries with the best way to run each stage, or None where one does not fit."""
-        matrices = self._of_layout(layout)
-        if any(not np.isfinite(m[0][a, b]) for m, a, b in zip(matrices, bounds, bounds[1:], strict=False)):
+        members = self.stages(layout)
+        if members is None:
             return None
-        return Cut(bounds, self._ways_at(layout, matrices, bounds), 0.0)
+        for stage, a, b in zip(members, bounds, bounds[1:], strict=False):
+            if any(m.price[a, b] == INF for m in stage):
+                return None
+        return self.finish(layout, members, tuple(bounds))
 
-    def _ways_at(
-        self,
-        layout: Layout,
-        matrices: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-        bounds: tuple[int, ...],
-    ) -> tuple[Way, ...]:
-        rows = self.program.global_batch // layout.num_microbatches
-        return tuple(
-            self.ways(used_devices(slot, rows, self.program.rows_mode))[which[a, b]]
-            for slot, (_, which, _), a, b in zip(layout.slots, matrices, bounds, bounds[1:], strict=False)
+    def finish(self, layout: Layout, members: Sequence[tuple[Member, ...]], bounds: tuple[int, ...]) -> Cut:
+        """Runs and estimate of given boundaries."""
+        periods = [
+            max(float(m.price[a, b]) for m in stage)
+            for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
+        ]
+        runs = tuple(
+            tuple(m.run(a, b) for m in stage)
+            for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
+        )
+        return Cut(bounds, runs, float(self.estimate_s(layout, periods, bounds)))
+
+    def estimate_s(self, layout: Layout, periods: Sequence[Number], bounds: Sequence[int]) -> Number:
+        """Step time by formula."""
+        M = layout.num_microbatches
+        transfers = [self.transfer_s(layout, j, bounds[j + 1]) for j in range(len(periods))]
+        by_team: dict[Team, Number] = {}
+        channels: dict[tuple[str, str], Number] = {}
+        for j, (team, period) in enumerate(zip(layout.teams, periods, strict=True)):
+            by_team[team] = by_team.get(team, 0.0) + period
+            if transfers[j]:
+                a, b = team[0].group, layout.teams[j + 1][0].group
+                pair = (a, b) if a != b else (f"{a}:{j}", b)
+                channels[pair] = channels.get(pair, 0.0) + transfers[j]
+        lane = max(*by_team.values(), *channels.values(), 0.0)
+        if layout.schedule in ("interleaved", "ministage"):
+            # The others' first chunks fill the pipeline, and their last ones drain it.
+            fill = (sum(by_team.values()) - max(by_team.values())) / layout.repeats * self.idle_share(layout)
+            return M * lane + fill + 2 * sum(transfers[: len(by_team)])
+        fill = (sum(periods) - max(periods)) * self.idle_share(layout)
+        return M * lane + fill + 2 * sum(transfers)
+
+    def idle_share(self, layout: Layout) -> float:
+        """How idle filling and draining are: found by simulating a few hundred layouts of unlike groups."""
+        share = 1.0 if layout.backward == "whole" else 0.4
+        lanes = len(layout.row)
+        # Without room to run ahead, unlike stages and transfers make the others wait now and then.
+        return (
+            share if layout.ahead >= lanes / 2 or lanes == 1 else share + 0.5 * (1 - 2 * layout.ahead / lanes)
         )
 
-    def least_overflow(self, layout: Layout) -> tuple[Number, int, dict[str, Number]]:
-        """How far a layout is from fitting at best; every slot may come once.
+    def shortest(self, price: Sequence[Price]) -> tuple[Number, tuple[int, ...] | None]:
+        """The shortest longest price of consecutive stages, and where to cut for it."""
+        n, J = self.n, len(price)
+        high, bounds = INF, self.reach(price, INF)
+        if bounds is None:
+            return INF, None
+        high = max(p[a, b] for p, a, b in zip(price, bounds, bounds[1:], strict=False))
+        low = max(float(np.diagonal(p, 1).min()) for p in price) if J > 1 else high
+        low = min(low, high) * (1 - 1e-12)
+        if low <= 0:
+            low = high * 1e-6
+        while high > low * (1 + TOLERANCE):
+            middle = math.sqrt(low * high) if high > 4 * low else (low + high) / 2
+            found = self.reach(price, middle)
+            if found is None:
+                low = middle
+            else:
+                bounds = found
+                high = min(middle, max(p[a, b] for p, a, b in zip(price, bounds, bounds[1:], strict=False)))
+        return high, self.even(price, bounds, high)
+
+    def reach(self, price: Sequence[Price], period: Number) -> tuple[int, ...] | None:
+        """Boundaries where each stage takes all that fits the period, or None where that is too little."""
+        n, J = self.n, len(price)
+        bounds = [0]
+        for j, p in enumerate(price):
+            a, most = bounds[-1], n - (J - 1 - j)
+            low = self.farthest(p, a, most, period)
+            if low == a:
+                return None
+            bounds.append(low)
+        return tuple(bounds) if bounds[-1] == n else None
+
+    def even(self, price: Sequence[Price], bounds: tuple[int, ...], period: Number) -> tuple[int, ...]:
+        """Shift what the last stages were left short of: boundaries move left while no stage gets slower."""
+        result = list(bounds)
+        limit = period * (1 + TOLERANCE)
+        for j in range(len(price) - 1, 0, -1):
+            while result[j] - result[j - 1] > 1:
+                here = price[j][result[j] - 1, result[j + 1]]
+                if here > min(limit, price[j - 1][result[j - 1], result[j]]):
+                    break
+                result[j] -= 1
+        return tuple(result)
+
+    def least_overflow(self, layout: Layout) -> tuple[Number, int, Mapping[str, Number]]:
+        """How far a layout is from fitting at best.
 
         Returns:
             Bytes over (negative where it fits), the stage that is the furthest over, and for each group that
             is over the bytes that it needs per device.
         """
-        over = [m[2] for m in self._of_layout(layout)]
-        worst = _bottleneck(over)
-        masked = [np.where(o <= worst, 0.0, np.inf) for o in over]
-        bounds = _shortest(masked)
+        members = self.stages(layout)
+        if members is None or len(members) > self.n:
+            return INF, 0, {}
+        over = [functools.reduce(np.maximum, [m.over_bytes for m in stage]) for stage in members]
+        least = min(float(o[np.isfinite(o)].min(initial=0.0)) for o in over)
+        price = [np.maximum.accumulate(o - least + 1.0, axis=1) for o in over]
+        price = [np.where(np.isinf(o), INF, p) for o, p in zip(over, price, strict=True)]
+        _, bounds = self.shortest(price)
+        if bounds is None:
+            return INF, 0, {}
         values = [float(o[a, b]) for o, a, b in zip(over, bounds, bounds[1:], strict=False)]
         needs: dict[str, Number] = {}
-        for slot, value in zip(layout.slots, values, strict=True):
-            if value > 0:
-                have = self.cluster.group(slot.group).memory_bytes or 0.0
-                needs[slot.group] = max(needs.get(slot.group, 0.0), have + value)
-        return worst, int(np.argmax(values)), needs
+        for stage, value in zip(members, values, strict=True):
+            for member in stage:
+                if value > 0:
+                    have = self.pricer.groups[member.slot.group].memory_bytes or 0.0
+                    needs[member.slot.group] = max(needs.get(member.slot.group, 0.0), have + value)
+        return max(values), values.index(max(values)), needs
 
 
-def _prefix(values: Sequence[Number]) -> np.ndarray:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
-
-
-def _between(prefix: np.ndarray) -> np.ndarray:
-    """Sum of every run [start, stop), as a matrix."""
-    return prefix[None, :] - prefix[:, None]
-
-
-def _bottleneck(matrices: Sequence[np.ndarray]) -> float:
-    """Least possible maximum over the stages."""
-    reach = np.full(matrices[0].shape[0], np.inf)
-    reach[0] = -np.inf
-    for matrix in matrices:
-        reach = np.maximum(reach[:, None], matrix).min(axis=0)
-    return float(reach[-1])
-
-
-def _shortest(matrices: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Boundaries with the least sum over the stages; finite somewhere."""
-    size = matrices[0].shape[0]
-    reach = np.full(size, np.inf)
-    reach[0] = 0.0
-    sources = []
-    for matrix in matrices:
-        totals = reach[:, None] + matrix
-        sources.append(totals.argmin(axis=0))
-        reach = totals.min(axis=0)
-    bounds = [size - 1]
-    for source in reversed(sources):
-        bounds.append(int(source[bounds[-1]]))
-    return tuple(reversed(bounds))
+def _worst(stage: tuple[Member, ...]) -> Price:
+    return functools.reduce(np.maximum, [m.price for m in stage])

@@ -1,0 +1,128 @@
+"""What the planner decides about a plan before it cuts the model: who forms a stage, in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from hetjax.graph import StageGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Devices that work as one submesh.
+
+    Attributes:
+        group: Their group.
+        devices: Their indices; as many of them are used as the rows divide by.
+    """
+
+    group: str
+    devices: tuple[int, ...]
+
+
+Team = tuple[Slot, ...]
+"""Slots that share a stage, each with its part of the rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a slot runs a stage, remat apart.
+
+    Attributes:
+        axes: Sizes of `dp`, `fsdp` and `tp`.
+        residency: As in `plan.Member`.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    residency: str = "resident"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Teams in pipeline order, with everything that the prices depend on.
+
+    Attributes:
+        teams: One for each stage; a team may come several times (`interleaved`, `ministage`).
+        num_microbatches: Of one step.
+        schedule: Whose bounds the memory follows.
+        ahead: As in `plan.Plan`.
+        backward: As in `plan.Plan`.
+    """
+
+    teams: tuple[Team, ...]
+    num_microbatches: int
+    schedule: str
+    ahead: int = 0
+    backward: str = "whole"
+
+    @property
+    def row(self) -> tuple[Team, ...]:
+        """The teams, each once."""
+        return tuple(dict.fromkeys(self.teams))
+
+    @property
+    def repeats(self) -> int:
+        """How many stages each team runs."""
+        return len(self.teams) // len(self.row)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups that take part, in order."""
+        return tuple(dict.fromkeys(slot.group for team in self.teams for slot in team))
+
+    def graph(self) -> StageGraph:
+        """A chain of the teams' lanes; the slots of a team have the same bounds, so one stands for all."""
+        numbers: dict[Team, int] = {}
+        lanes = tuple((numbers.setdefault(team, len(numbers)),) for team in self.teams)
+        chain = tuple((s, s + 1) for s in range(len(lanes) - 1))
+        return StageGraph(lanes, chain, ahead=self.ahead)
+
+    @property
+    def label(self) -> str:
+        """For a person: which groups in which order."""
+        names = [" + ".join(dict.fromkeys(slot.group for slot in team)) for team in self.row]
+        parts = []
+        for name, same in itertools.groupby(names):
+            count = len(list(same))
+            parts.append(name if count == 1 else f"{name} x{count}")
+        if len(set(names)) > 1:
+            return f"{' -> '.join(parts)}, {self.schedule}"
+        if len(self.row) == 1:
+            return f"rows over {names[0]}" if len(self.row[0]) > 1 else f"{names[0]} alone"
+        alone = "" if len(self.row[0]) > 1 else " alone"
+        return f"{names[0]}{alone}, {len(self.row)} stages, {self.schedule}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How one slot runs one stage.
+
+    Attributes:
+        slot: Where.
+        num_devices: How many of its devices work.
+        way: Axes and residency.
+        rows: Of each microbatch.
+        remat: Policy of each segment.
+    """
+
+    slot: Slot
+    num_devices: int
+    way: Way
+    rows: int
+    remat: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Boundaries for a layout.
+
+    Attributes:
+        bounds: Where each stage starts, and the number of segments.
+        runs: For each stage, how each slot of its team runs it.
+        estimate_s: Step time by formula; the simulator knows better.
+    """
+
+    bounds: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+    estimate_s: float

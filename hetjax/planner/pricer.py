@@ -1,0 +1,285 @@
+"""What a run of segments costs on a slot: seconds a microbatch with the remat that its memory asks for.
+
+All runs are priced at once, as matrices over their start and stop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetjax.cluster import Cluster, Group
+from hetjax.cost import Costs, ProgramLike
+from hetjax.devices import DTYPE_BYTES
+from hetjax.memory import ADAM_BYTES_PER_PARAM, kept_per_row
+from hetjax.planner.layout import Run, Slot, Way
+
+INF = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What besides the segments decides a member's price and memory.
+
+    Attributes:
+        rows: Of each microbatch that the member handles.
+        num_microbatches: Of one step.
+        in_flight: Microbatches between forward and backward at once.
+        ahead: How many inputs may wait besides the one on its way.
+        cotangents: How many cotangents may wait.
+        share: How many stages share the devices' memory.
+        passing: Whether the schedule lets parameters come and go.
+    """
+
+    rows: int
+    num_microbatches: int
+    in_flight: int
+    ahead: int
+    cotangents: int
+    share: int
+    passing: bool = False
+
+
+class Table:
+    """One member on one way: seconds and bytes of every run of segments, as matrices over (start, stop)."""
+
+    def __init__(self, pricer: Pricer, group: Group, way: Way, load: Load) -> None:
+        axes = dict(way.axes)
+        costs, segments = pricer.costs, pricer.segments
+        fsdp, tp = axes.get("fsdp", 1), axes.get("tp", 1)
+        rows = load.rows
+        self.pricer, self.way, self.load = pricer, way, load
+        known: dict[str, list[float]] = {}
+        for s in segments:
+            if s.segment_class not in known:
+                work = costs.forward_s(s, group, rows, axes) + costs.backward_s(s, group, rows, axes, "none")
+                repeats = [costs.recompute_s(s, group, rows, axes, p) for p in pricer.policies]
+                known[s.segment_class] = [work, *repeats]
+        columns = np.array([known[s.segment_class] for s in segments], float).T
+        self.work, *self.repeat = (_prefix(c) for c in columns)
+        total = float(pricer.params[-1]) or 1.0
+        ends = [
+            costs.gather_s(p, group, axes) + costs.reduce_s(p, group, axes) + costs.update_s(p, group, axes)
+            for p in (total / 2, total)
+        ]
+        self.slope = (ends[1] - ends[0]) / (total / 2)
+        self.base = ends[1] - self.slope * total
+        size = DTYPE_BYTES[group.dtype] / 4
+        self.local_rows = -(-rows // (axes.get("dp", 1) * fsdp))
+        self.per_row = self.local_rows * size / tp
+        self.shards = fsdp * tp
+        copied = size if size < 1 or fsdp > 1 else 0.0
+        # Bytes per byte of float32 parameters: what stays, and what is there while a stage runs.
+        if way.residency == "resident":
+            self.static, self.passing = 1 / self.shards + (copied + 1) / tp, 0.0
+            self.state = 1 / self.shards
+        else:
+            on_device = 0.0 if way.residency == "offloaded" else 1.0
+            self.static = 2 * on_device / self.shards
+            self.passing = 2 * (size + 1) / tp
+            self.state = on_device / self.shards
+        memory = group.memory_bytes
+        self.capacity = INF if memory is None else float(memory)
+
+    @functools.cached_property
+    def room(self) -> np.ndarray:
+        """Bytes that a stage's kept activations may take."""
+        p, load = self.pricer, self.load
+        params = between(p.params)
+        static = params * self.static + between(p.num_params) * (ADAM_BYTES_PER_PARAM * self.state)
+        waiting = p.crossing * (self.local_rows * p.widest)
+        static += waiting[:, None] * (load.ahead + 1) + waiting[None, :] * load.cotangents
+        other = np.maximum(p.temporaries * self.per_row, params / self.shards)
+        if self.passing:
+            other += params * self.passing + between(p.kept_full) * (2 * self.per_row)
+        return (self.capacity - other) / load.share - static
+
+    def kept(self, policy: int) -> np.ndarray:
+        """Bytes of the activations that are kept at once under a policy."""
+        return between(self.pricer.kept[self.pricer.policies[policy]]) * (self.per_row * self.load.in_flight)
+
+    @functools.cached_property
+    def repeat_s(self) -> np.ndarray:
+        """Recompute that brings the kept activations down to what fits: part of the segments one policy on."""
+        if self.load.passing:
+            return np.where(self.room >= 0, between(self.repeat[-1]), INF)
+        result = np.full(self.room.shape, INF)
+        before_bytes, before_s = np.zeros(()), np.zeros(())
+        for i in range(len(self.repeat)):
+            num_bytes, seconds = self.kept(i), between(self.repeat[i])
+            fits = (num_bytes <= self.room) & np.isinf(result)
+            if i == 0:
+                result = np.where(fits, seconds, result)
+            else:
+                freed = np.maximum(before_bytes - num_bytes, 1e-9)
+                part = np.clip((before_bytes - self.room) / freed, 0.0, 1.0)
+                result = np.where(fits, before_s + (seconds - before_s) * part, result)
+            before_bytes, before_s = num_bytes, seconds
+            if not np.isinf(result[runs(result)]).any():
+                break
+        return result
+
+    @functools.cached_property
+    def price(self) -> np.ndarray:
+        """Seconds a microbatch, with the end of the step shared out; infinite where memory is too small."""
+        step = (self.base + self.slope * between(self.pricer.params)) / self.load.num_microbatches
+        return between(self.work) + self.repeat_s + step
+
+    def remat(self, a: int, b: int) -> tuple[str, ...]:
+        """The policy of each segment: as few segments one policy on as fit."""
+        policies = self.pricer.policies
+        if self.load.passing:
+            return ("offloaded",) * (b - a)
+        room = float(self.room[a, b])
+        scale = self.per_row * self.load.in_flight
+        kept = [np.diff(self.pricer.kept[p][a : b + 1]) * scale for p in policies]
+        i = next((i for i, k in enumerate(kept) if k.sum() <= room), len(kept) - 1)
+        if i == 0:
+            return (policies[0],) * (b - a)
+        # Segment by segment to the next policy, those first that free the most for the time.
+        freed = kept[i - 1] - kept[i]
+        paid = np.diff(self.repeat[i][a : b + 1]) - np.diff(self.repeat[i - 1][a : b + 1])
+        over = float(kept[i - 1].sum()) - room
+        chosen = [policies[i - 1]] * (b - a)
+        order = sorted(range(b - a), key=lambda j: (paid[j] / freed[j] if freed[j] > 0 else INF, j))
+        for j in order:
+            if over <= 0:
+                break
+            chosen[j] = policies[i]
+            over -= float(freed[j])
+        return tuple(chosen)
+
+    @functools.cached_property
+    def over_bytes(self) -> np.ndarray:
+        """Bytes too many with the most frugal policy; negative where it fits."""
+        if self.load.passing:
+            return -self.room * self.load.share
+        least = functools.reduce(np.minimum, [self.kept(i) for i in range(len(self.pricer.policies))])
+        return (least - self.room) * self.load.share
+
+
+class Pricer:
+    """Prices runs of segments on slots, with everything that repeats kept.
+
+    Args:
+        program: What is placed.
+        cluster: Where.
+        costs: Seconds of segments.
+        policies: Remat policies that may be chosen, the cheapest in time first.
+    """
+
+    def __init__(
+        self, program: ProgramLike, cluster: Cluster, costs: Costs, policies: tuple[str, ...]
+    ) -> None:
+        self.program, self.cluster, self.costs, self.policies = program, cluster, costs, policies
+        self.segments = program.segments()
+        n = self.num_segments = len(self.segments)
+        self.groups = {g.name: g for g in cluster.groups}
+        self.params = _prefix([s.param_bytes for s in self.segments])
+        self.num_params = _prefix([s.num_params for s in self.segments])
+        self.kept = {p: _prefix([kept_per_row(s, p) for s in self.segments]) for p in policies}
+        self.kept_full = _prefix([kept_per_row(s, "full") for s in self.segments])
+        # Bytes per row of the largest segment's temporaries in each run.
+        single = [kept_per_row(s, "none") + 2 * s.boundary_bytes_per_row for s in self.segments]
+        self.temporaries = np.zeros((n + 1, n + 1))
+        for start in range(n):
+            self.temporaries[start, start + 1 :] = np.maximum.accumulate(single[start:])
+        # Boundary values have their producer's dtype, which can be that of any group.
+        self.widest = max(DTYPE_BYTES[g.dtype] for g in cluster.groups) / 4
+        self.skips = any(edge.consumer - edge.producer > 1 for edge in program.edges())
+        self.crossing = np.zeros(n + 1)
+        for edge in program.edges():
+            self.crossing[edge.producer + 1 : edge.consumer + 1] += edge.bytes_per_row
+        self.tables = functools.lru_cache(maxsize=20_000)(self._tables)
+        self.model_s = functools.lru_cache(maxsize=20_000)(self._model_s)
+
+    def used_devices(self, slot: Slot, rows: int) -> int:
+        """How many of a slot's devices share the rows evenly: the most that divide them."""
+        if self.program.rows_mode == "whole":
+            return 1
+        n = len(slot.devices)
+        return next(d for d in range(min(n, rows), 0, -1) if rows % d == 0)
+
+    def ways(self, slot: Slot, load: Load) -> tuple[Way, ...]:
+        """Ways to run on a slot, the preferred first: `dp`; `fsdp` and `tp` where memory needs them."""
+        residencies = ("gathered", "offloaded") if load.passing else ("resident",)
+        n = self.used_devices(slot, load.rows)
+        options = []
+        if load.passing:
+            options.append((("fsdp", n),))
+        else:
+            options += [(("dp", n),)] + ([(("fsdp", n),)] if n > 1 else [])
+            group = self.groups[slot.group]
+            host = min(len(slot.devices), group.devices_per_host or len(slot.devices))
+            tp = 2
+            while tp <= min(host, 8):
+                if len(slot.devices) % tp == 0:
+                    width = len(slot.devices) // tp
+                    rows = 1 if self.program.rows_mode == "whole" else load.rows
+                    width = next(
+                        d for d in range(min(width, rows), 0, -1) if load.rows % d == 0 and rows % d == 0
+                    )
+                    options.append((("fsdp", width), ("tp", tp)))
+                tp *= 2
+        return tuple(Way(axes, r) for r in residencies for axes in options)
+
+    def _tables(self, slot_group: str, num_devices: int, load: Load) -> list[Table]:
+        slot = Slot(slot_group, tuple(range(num_devices)))
+        group = self.groups[slot_group]
+        return [Table(self, group, way, load) for way in self.ways(slot, load)]
+
+    def _model_s(self, group_name: str, num_devices: int, rows: int) -> float:
+        """Forward and backward of the whole model on a slot of so many devices, memory apart."""
+        load = Load(rows, 1, 1, 0, 0, 1)
+        table = self.tables(group_name, num_devices, load)[0]
+        return float(table.work[-1] + table.repeat[0][-1])
+
+
+class Member:
+    """One slot of one stage: the best way for each run of segments."""
+
+    def __init__(self, pricer: Pricer, slot: Slot, load: Load) -> None:
+        self.slot, self.load = slot, load
+        self.tables = pricer.tables(slot.group, len(slot.devices), load)
+        self.backwards = np.tri(pricer.num_segments + 1, dtype=bool)  # stop <= start: no segment
+
+    @functools.cached_property
+    def price(self) -> np.ndarray:
+        """Seconds a microbatch of the best way; infinite where none fits."""
+        best = functools.reduce(np.minimum, [table.price for table in self.tables])
+        return np.where(self.backwards, INF, best)
+
+    def run(self, a: int, b: int) -> Run:
+        """The best way in full; of ways alike, the first."""
+        table = min(self.tables, key=lambda table: float(table.price[a, b]))
+        used = math.prod(size for _, size in table.way.axes)
+        return Run(self.slot, used, table.way, self.load.rows, table.remat(a, b))
+
+    @functools.cached_property
+    def over_bytes(self) -> np.ndarray:
+        """Bytes too many in the most frugal way; negative where it fits."""
+        least = functools.reduce(np.minimum, [table.over_bytes for table in self.tables])
+        return np.where(self.backwards, INF, least)
+
+
+def _prefix(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
+
+
+def between(prefix: np.ndarray) -> np.ndarray:
+    """Sum of every run [start, stop), as a matrix."""
+    return prefix[None, :] - prefix[:, None]
+
+
+@functools.cache
+def _upper(size: int) -> np.ndarray:
+    return np.triu(np.ones((size, size), dtype=bool), 1)
+
+
+def runs(matrix: np.ndarray) -> np.ndarray:
+    """Where a matrix holds runs of at least one segment."""
+    return _upper(matrix.shape[0])
