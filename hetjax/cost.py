@@ -8,16 +8,18 @@ place.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from hetjax import collectives
 from hetjax.cluster import Group
 from hetjax.devices import DTYPE_BYTES, Number
 
 BACKWARD_PER_FORWARD = 2.0
 """FLOPs of the backward per FLOP of the forward: one product each for inputs and weights."""
 
-RECOMPUTE_PER_FORWARD = {"none": 0.0, "dots": 0.05, "full": 1.0}
+RECOMPUTE_PER_FORWARD = {"none": 0.0, "dots": 0.05, "full": 1.0, "offloaded": 1.0}
 """Share of the forward that the backward repeats, by remat policy; other policies count as `dots`.
 
 `dots` repeats elementwise work only: four GPT blocks ran as fast with it as with one big jit (CPU, jax 0.10).
@@ -30,7 +32,22 @@ DISPATCH_CPU_MESH_S = 260e-6
 """The same on a mesh of several CPU devices."""
 
 BANDWIDTH_SHARE = 0.8
-"""Achieved share of a device's memory bandwidth, and of an interconnect's, in large transfers."""
+"""Achieved share of a device's memory bandwidth."""
+
+KEPT_TRAFFIC = 2
+"""Each value that is kept for the backward is written once and read once by what follows, in each pass; the
+backward does as much for values and again for their cotangents."""
+
+GRADIENT_TRAFFIC = 4
+"""Bytes moved per float32 byte of parameters in each backward: the gradient is written and read, the sum over
+microbatches read and written."""
+
+UPDATE_TRAFFIC = 7
+"""Bytes moved per float32 byte of parameters by the update: parameter and two moments read and written, the
+gradient read."""
+
+TP_REDUCTIONS = 2
+"""All-reduces of the boundary over `tp` in each pass: after attention and after the MLP."""
 
 
 @runtime_checkable
@@ -163,17 +180,27 @@ class Costs(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AnalyticCosts:
-    """`Costs` from FLOPs, bytes and the catalogue: a roofline with an achieved efficiency."""
+    """`Costs` from FLOPs, bytes and the catalogue: a roofline with an achieved efficiency.
+
+    - Products run at the group's achieved TFLOP/s, at every size. On top comes the memory traffic: of values
+      (elementwise work), of the weights in each pass, of gradients that are added up. So little work per
+      weight, narrow matrices and few rows reach a smaller share of the peak.
+    - Rows of a device: those of the member over `dp`, `fsdp` and `ep`, rounded up.
+    - A weight is read where it is used; of a table of embeddings that is the rows that are looked up, but its
+      gradient and its update touch all of it.
+    - `tp` and `ep` share out parameters and work; `tp` reduces boundary values, `ep` sends them to the
+      experts and back.
+    """
 
     def forward_s(self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int]) -> Number:
         """Forward of `rows` rows (of the whole member)."""
-        return self._compute_s(segment, group, rows, axes, 1.0, 1.0) + _dispatch_s(group, axes)
+        return self._pass_s(segment, group, rows, axes) + _dispatch_s(group, axes)
 
     def backward_s(
         self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
     ) -> Number:
         """Backward of `rows` rows, what the remat policy repeats included."""
-        work = self._compute_s(segment, group, rows, axes, BACKWARD_PER_FORWARD, 2.0)
+        work = self._pass_s(segment, group, rows, axes, backward=True)
         return work + self.recompute_s(segment, group, rows, axes, remat) + _dispatch_s(group, axes)
 
     def recompute_s(
@@ -181,25 +208,26 @@ class AnalyticCosts:
     ) -> Number:
         """The part of the backward that repeats the forward."""
         share = RECOMPUTE_PER_FORWARD.get(remat, RECOMPUTE_PER_FORWARD["dots"])
-        return share * self._compute_s(segment, group, rows, axes, 1.0, 1.0)
+        return share * self._pass_s(segment, group, rows, axes) if share else 0.0
 
     def gather_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
         """Make the compute copy of parameters from their master shards, once a step."""
-        tp, fsdp = axes.get("tp", 1), axes.get("fsdp", 1)
-        copied = param_bytes / tp * DTYPE_BYTES[group.dtype] / 4
-        cast = 0.0 if group.dtype == "float32" else (param_bytes / (tp * fsdp) + copied) / _memory_rate(group)
-        return cast + _ring_s(copied, group, axes, "fsdp", times=1)
+        mine = param_bytes / (axes.get("tp", 1) * axes.get("ep", 1))
+        copied = mine * DTYPE_BYTES[group.dtype] / 4
+        read = mine / axes.get("fsdp", 1)
+        cast = 0.0 if group.dtype == "float32" else (read + copied) / _memory_rate(group)
+        return cast + collectives.all_gather_s(copied, group, axes, "fsdp")
 
     def reduce_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
         """Reduce the gradients over `dp` and `fsdp`, once a step."""
-        shard = param_bytes / axes.get("tp", 1)
-        scatter = _ring_s(shard, group, axes, "fsdp", times=1)
-        return scatter + _ring_s(shard / axes.get("fsdp", 1), group, axes, "dp", times=2)
+        mine = param_bytes / (axes.get("tp", 1) * axes.get("ep", 1))
+        scatter = collectives.reduce_scatter_s(mine, group, axes, "fsdp")
+        return scatter + collectives.all_reduce_s(mine / axes.get("fsdp", 1), group, axes, "dp")
 
     def update_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
-        """Optimizer update, once a step: reads and writes parameters and moments, reads the gradient."""
-        shard = param_bytes / (axes.get("tp", 1) * axes.get("fsdp", 1))
-        return 7 * shard / _memory_rate(group) + _dispatch_s(group, axes)
+        """Optimizer update, once a step: as long as its bytes take through memory."""
+        shard = param_bytes / (axes.get("tp", 1) * axes.get("ep", 1) * axes.get("fsdp", 1))
+        return UPDATE_TRAFFIC * shard / _memory_rate(group) + _dispatch_s(group, axes)
 
     def offload_s(self, num_bytes: Number, group: Group) -> Number:
         """Copy `num_bytes` of one device to its host's memory, or back."""
@@ -207,39 +235,56 @@ class AnalyticCosts:
             return 0.0
         return num_bytes / (group.device_kind.host_bandwidth_gb_per_s * 1e9) + DISPATCH_S
 
+    def limit_s(self, segment: SegmentLike, group: Group, rows: Number) -> Number:
+        """No plan does forward and backward of `rows` rows faster on ALL devices of the group.
+
+        The work that follows the rows, on all devices evenly; without weights, gradients and collectives.
+        """
+        passes = 1 + BACKWARD_PER_FORWARD
+        flops = segment.forward_flops_per_row / (group.achieved_tflops * 1e12)
+        traffic = _kept_traffic(segment) + segment.boundary_bytes_per_row
+        memory = traffic * DTYPE_BYTES[group.dtype] / 4 / _memory_rate(group)
+        return passes * (flops + memory) * rows / group.num_devices
+
     def source(self, segment: SegmentLike, group: Group) -> str:
         """Where the times of a segment come from."""
         if group.tflops:
             return "analytic, with the cluster file's tflops"
-        return f"analytic, {group.device_kind.achieved_source}"
+        return f"analytic, {group.device_kind.achieved_source(group.dtype)}"
 
-    def limit_s(self, segment: SegmentLike, group: Group, rows: Number) -> Number:
-        """No plan does forward and backward of `rows` rows faster on ALL devices of the group."""
-        flops = segment.forward_flops_per_row * rows * (1 + BACKWARD_PER_FORWARD)
-        return flops / (group.achieved_tflops * 1e12 * group.num_devices)
-
-    def _compute_s(
+    def _pass_s(
         self,
         segment: SegmentLike,
         group: Group,
         rows: int,
         axes: Mapping[str, int],
-        flops_per_forward: Number,
-        passes: Number,
+        *,
+        backward: bool = False,
     ) -> Number:
-        """Roofline of one segment: the slower of arithmetic and memory, plus the collectives of `tp`."""
-        tp = axes.get("tp", 1)
-        local_rows = rows / (axes.get("dp", 1) * axes.get("fsdp", 1))
+        """One pass of one segment: arithmetic, memory traffic, and the collectives of `tp` and `ep`."""
+        tp, ep = axes.get("tp", 1), axes.get("ep", 1)
+        local_rows = math.ceil(rows / (axes.get("dp", 1) * axes.get("fsdp", 1) * ep))
         size = DTYPE_BYTES[group.dtype] / 4
-        flops = segment.forward_flops_per_row * local_rows / tp * flops_per_forward
-        touched = segment.param_bytes / tp + local_rows * (
-            segment.activation_bytes_per_row.get("none", 0.0) / tp + segment.boundary_bytes_per_row
-        )
-        compute = flops / (group.achieved_tflops * 1e12)
-        memory = passes * touched * size / _memory_rate(group)
-        # Two all-reduces of the boundary a pass: after attention and after the MLP.
+        passes = BACKWARD_PER_FORWARD if backward else 1.0
+        flops = passes * segment.forward_flops_per_row * local_rows / tp
+        values = passes * local_rows * (_kept_traffic(segment) / tp + segment.boundary_bytes_per_row)
+        # No more weights than multiplications and values looked up: of an embedding, the rows in use.
+        used = local_rows * (2 * segment.forward_flops_per_row + segment.boundary_bytes_per_row)
+        traffic = size * (values + min(segment.param_bytes / ep, used) / tp)
+        if backward:
+            traffic += GRADIENT_TRAFFIC * segment.param_bytes / (tp * ep)
+        seconds = flops / (group.achieved_tflops * 1e12) + traffic / _memory_rate(group)
         boundary = segment.boundary_bytes_per_row * local_rows * size
-        return max(compute, memory) + 2 * passes * _ring_s(boundary, group, axes, "tp", times=2)
+        if tp > 1:
+            seconds += TP_REDUCTIONS * collectives.all_reduce_s(boundary, group, axes, "tp")
+        if ep > 1:
+            seconds += 2 * collectives.all_to_all_s(boundary, group, axes, "ep")
+        return seconds
+
+
+def _kept_traffic(segment: SegmentLike) -> Number:
+    """Float32 bytes moved per row and pass for the values that a segment computes."""
+    return KEPT_TRAFFIC * segment.activation_bytes_per_row.get("none", 0.0)
 
 
 def _memory_rate(group: Group) -> Number:
@@ -248,16 +293,5 @@ def _memory_rate(group: Group) -> Number:
 
 
 def _dispatch_s(group: Group, axes: Mapping[str, int]) -> Number:
-    several = axes.get("dp", 1) * axes.get("fsdp", 1) * axes.get("tp", 1) > 1
+    several = math.prod(axes.values()) > 1
     return DISPATCH_CPU_MESH_S if several and group.jax_platform == "cpu" else DISPATCH_S
-
-
-def _ring_s(num_bytes: Number, group: Group, axes: Mapping[str, int], axis: str, *, times: int) -> Number:
-    """A ring over one axis that passes the whole array `times` times (2 for an all-reduce)."""
-    size = axes.get(axis, 1)
-    if size <= 1:
-        return 0.0
-    inner = {"tp": 1, "fsdp": axes.get("tp", 1), "dp": axes.get("tp", 1) * axes.get("fsdp", 1)}[axis]
-    link = group.inner_link(size * inner)
-    per_pass = (size - 1) / size * num_bytes / (link.bandwidth_gb_per_s * 1e9 * BANDWIDTH_SHARE)
-    return times * (per_pass + (size - 1) * link.latency_us * 1e-6)

@@ -60,7 +60,10 @@ def test_a_cluster_survives_the_way_through_a_dict(tmp_path):
 def test_measured_speeds_replace_the_catalogues(tmp_path):
     cluster = Cluster.load(write(tmp_path, TWO)).with_tflops({"v100": 50.0})
     assert cluster.group("v100").achieved_tflops == 50.0
-    assert cluster.group("a100").achieved_tflops == 206
+    assert (
+        cluster.group("a100").achieved_tflops
+        == Cluster.load(write(tmp_path, TWO)).group("a100").achieved_tflops
+    )
     with pytest.raises(UserError, match="has no group 'x'. Its groups: a100, v100"):
         cluster.with_tflops({"x": 1.0})
 
