@@ -64,7 +64,7 @@ def shapes(
         groups: That all take part.
         counts: Numbers of microbatches.
         repeats: Numbers of stages that each slot may run.
-        keep: How many to return.
+        keep: How many to return for each number of repeats.
     """
     options = [slot_counts(pricer, name, len(groups)) for name in groups]
     combos = np.array(list(itertools.product(*options)), dtype=int)
@@ -85,7 +85,8 @@ def shapes(
             for i in np.argsort(scores, kind="stable")[:keep]:
                 if np.isfinite(scores[i]):
                     found.append(Shape(tuple(groups), tuple(map(int, combos[i])), M, v, float(scores[i])))
-    return sorted(found, key=lambda s: s.score_s)[:keep]
+    found.sort(key=lambda s: s.score_s)
+    return [s for v in repeats for s in [f for f in found if f.repeats == v][:keep]]
 
 
 def slot_counts(pricer: Pricer, name: str, num_groups: int) -> list[int]:
@@ -166,8 +167,12 @@ def _scores(
     # A stage has whole segments: half a segment too many in the lane that has the fewest.
     fewest = (share * pricer.num_segments).min(axis=1)
     period = period * (1 + 0.25 / np.maximum(fewest, 1.0))
-    pipeline = period * (M + (lanes[:, 0] - 1) / repeats)
-    return np.maximum(pipeline, _links_s(pricer, groups, M, repeats)) + finish
+    message = _message_s(pricer, groups, M)
+    if repeats > 1:  # as in `Stages.waiting_s`: between groups, so of few of the boundaries
+        part = len(groups) / lanes[:, 0] * message
+        period = period * (1 + 3 * 2 * part / (2 * part + period / repeats))
+    pipeline = period * (M + (lanes[:, 0] - 1) / repeats) + 2 * message * len(groups)
+    return np.maximum(pipeline, M * repeats * message) + finish
 
 
 def _repeat_s(room: np.ndarray, kept: Sequence[np.ndarray], repeat: Sequence[np.ndarray]) -> np.ndarray:
@@ -185,20 +190,13 @@ def _repeat_s(room: np.ndarray, kept: Sequence[np.ndarray], repeat: Sequence[np.
     return result
 
 
-def _links_s(pricer: Pricer, groups: Sequence[str], num_microbatches: int, repeats: int) -> float:
-    """Least time for which the boundaries between groups keep the best of each group's links busy."""
+def _message_s(pricer: Pricer, groups: Sequence[str], num_microbatches: int) -> float:
+    """Seconds of a boundary's message over the best of the links of the group whose best is the slowest."""
     if len(groups) < 2:
         return 0.0
     rows = pricer.program.global_batch // num_microbatches
     size = float(pricer.crossing[1:-1].min(initial=math.inf))
-    size = (
-        (0.0 if math.isinf(size) else size)
-        * rows
-        * min(DTYPE_BYTES[pricer.groups[g].dtype] for g in groups)
-        / 4
-    )
-    best = [
-        min(pricer.cluster.link(a, b).occupied_s(size) for b in groups if b != a) if size else 0.0
-        for a in groups
-    ]
-    return num_microbatches * repeats * max(best)
+    size *= rows * min(DTYPE_BYTES[pricer.groups[g].dtype] for g in groups) / 4
+    if not 0 < size < math.inf:
+        return 0.0
+    return max(min(pricer.cluster.link(a, b).occupied_s(size) for b in groups if b != a) for a in groups)

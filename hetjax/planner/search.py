@@ -30,11 +30,11 @@ from hetjax.schedule import plan_schedule
 from hetjax.simulate import simulate
 from hetjax.workload import timed
 
-NUM_SHAPES = 8
-"""Shapes of each set of groups that are cut."""
+NUM_SHAPES = 5
+"""Shapes of each set of groups and number of repeats that are cut."""
 
-NUM_CUT = 250
-"""Layouts that are cut before the small changes begin."""
+NUM_CUT = 100
+"""Layouts of several groups that are cut for each number of repeats before the small changes begin."""
 
 WORTH = 1.25
 """Layouts whose formula gives more than this times the shortest estimate are not looked at."""
@@ -210,13 +210,13 @@ class Search:
     def ranked(self) -> list[tuple[float, int, Layout, Cut]]:
         """Layouts that fit, with their exact cuts, by estimate."""
         result: list[tuple[float, int, Layout, Cut]] = []
-        shortest, num_cut = math.inf, 0
+        shortest, left = math.inf, dict.fromkeys(range(9), NUM_CUT)
         for number, (score, layout) in enumerate(self.layouts()):
             lone = len(layout.groups) == 1
-            if not lone and (score > WORTH * shortest or num_cut > NUM_CUT):
+            if not lone and (score > WORTH * shortest or not left[layout.repeats]):
                 continue
             cut = self.stages.cut(layout)
-            num_cut += 1
+            left[layout.repeats] -= not lone
             if cut is not None:
                 shortest = min(shortest, cut.estimate_s)
                 result.append((cut.estimate_s, number, layout, cut))
@@ -227,9 +227,9 @@ class Search:
         found: dict[Layout, float] = {}
         for names in subsets(self.cluster, self.names):
             lone = len(names) == 1
-            best = shapes(self.pricer, names, self.counts, self.repeats(), NUM_SHAPES * (3 if lone else 1))
+            best = shapes(self.pricer, names, self.counts, self.repeats(), 2 if lone else NUM_SHAPES)
             for rank, shape in enumerate(best):
-                for order in orders(self.cluster, names, thorough=rank < 3):
+                for order in orders(self.cluster, names, thorough=rank % NUM_SHAPES < 2):
                     for layout in self.layouts_of(shape, order):
                         found.setdefault(layout, shape.score_s)
         if self.shared:

@@ -24,6 +24,9 @@ Price = np.ndarray
 MOST = 1e300
 """Above every price that is not infinite."""
 
+SPLIT_IDLE = 0.4
+"""Share of filling and draining that stays idle where backwards are split: about the forwards' part."""
+
 TOLERANCE = 1e-4
 """Relative, of the longest period."""
 
@@ -178,33 +181,42 @@ class Stages:
         return Cut(bounds, runs, float(self.estimate_s(layout, periods, bounds)))
 
     def estimate_s(self, layout: Layout, periods: Sequence[Number], bounds: Sequence[int]) -> Number:
-        """Step time by formula."""
+        """Step time by formula.
+
+        A microbatch takes at least as long as the busiest team, as the busiest link, and, by Little's law, as
+        the way from a stage's forward to its backward divided by the microbatches that may be on it.
+        """
         M = layout.num_microbatches
         transfers = [self.transfer_s(layout, j, bounds[j + 1]) for j in range(len(periods))]
         by_team: dict[Team, Number] = {}
-        channels: dict[tuple[str, str], Number] = {}
+        by_channel: dict[tuple[str, str], Number] = {}
         for j, (team, period) in enumerate(zip(layout.teams, periods, strict=True)):
             by_team[team] = by_team.get(team, 0.0) + period
             if transfers[j]:
                 a, b = team[0].group, layout.teams[j + 1][0].group
-                pair = (a, b) if a != b else (f"{a}:{j}", b)
-                channels[pair] = channels.get(pair, 0.0) + transfers[j]
-        lane = max(*by_team.values(), *channels.values(), 0.0)
-        if layout.schedule in ("interleaved", "ministage"):
-            # The others' first chunks fill the pipeline, and their last ones drain it.
-            fill = (sum(by_team.values()) - max(by_team.values())) / layout.repeats * self.idle_share(layout)
-            return M * lane + fill + 2 * sum(transfers[: len(by_team)])
-        fill = (sum(periods) - max(periods)) * self.idle_share(layout)
-        return M * lane + fill + 2 * sum(transfers)
+                pair = (a, b) if a != b else (f"{a}:{team[0].devices[0]}", b)
+                by_channel[pair] = by_channel.get(pair, 0.0) + transfers[j]
+        longest = max(*by_team.values(), *by_channel.values(), self.waiting_s(layout, periods, transfers))
+        # The others' first stages fill the pipeline, and drain it again.
+        others = (sum(by_team.values()) - max(by_team.values())) / layout.repeats
+        idle = others if layout.backward == "whole" else SPLIT_IDLE * others
+        return M * longest + idle + 2 * sum(transfers[: len(by_team)])
 
-    def idle_share(self, layout: Layout) -> float:
-        """How idle filling and draining are: found by simulating a few hundred layouts of unlike groups."""
-        share = 1.0 if layout.backward == "whole" else 0.4
-        lanes = len(layout.row)
-        # Without room to run ahead, unlike stages and transfers make the others wait now and then.
-        return (
-            share if layout.ahead >= lanes / 2 or lanes == 1 else share + 0.5 * (1 - 2 * layout.ahead / lanes)
-        )
+    def waiting_s(self, layout: Layout, periods: Sequence[Number], transfers: Sequence[Number]) -> Number:
+        """Seconds a microbatch for which the bounds on what is in flight let a pipeline start another one."""
+        limits = in_flight_bounds(layout.schedule, layout.graph(), layout.num_microbatches)
+        ways = [0.0]
+        for period, transfer in zip(reversed(periods), reversed(transfers), strict=True):
+            ways.append(ways[-1] + period + 2 * transfer)
+        ways = ways[:0:-1]  # from each stage to the end and back
+        result = max(way / unit[0] for way, unit in zip(ways, limits.unit, strict=True))
+        for lane, limit in enumerate(limits.lane):
+            mine = ways[lane :: len(layout.row)]
+            result = max(result, sum(mine) / limit)
+        if layout.repeats > 1 and ways[0]:
+            # The rounds of `interleaved` come to a halt where messages take as long as the stages.
+            result *= 1 + 3 * 2 * sum(transfers) / ways[0]
+        return result
 
     def shortest(self, price: Sequence[Price]) -> tuple[Number, tuple[int, ...] | None]:
         """The shortest longest price of consecutive stages, and where to cut for it."""
