@@ -115,8 +115,8 @@ class Plan:
         num_microbatches: Into how many the global batch is cut.
         schedule: One of `SCHEDULES`.
         stages: In model order, which is also the order of their numbers.
-        ahead: Microbatches that each member may keep beyond the schedule's bound, so that slow links or unlike
-            stages are waited for less.
+        ahead: Microbatches that each member may keep beyond the schedule's bound, so that slow links or
+            unlike stages are waited for less.
         backward: `whole`, or `split`: the gradients of the parameters are a task of their own, which fills
             what would be idle. Segments that recompute nothing do so; the others' stays whole.
         predicted: Figures of the planner, for a person; nothing is computed from them.

@@ -86,8 +86,8 @@ def _line(row: dict[str, Any]) -> str:
     for features in ("all", "runtime"):
         own = row[features]
         parts.append(
-            f"{features} {own['tokens_per_s'] / 1e3:6.1f}k ({own['ratio']:.2f}x, {own['efficiency']:.3f} of the "
-            f"limit, {own['search_s']:.0f} s)"
+            f"{features} {own['tokens_per_s'] / 1e3:6.1f}k ({own['ratio']:.2f}x, "
+            f"{own['efficiency']:.3f} of the limit, {own['search_s']:.0f} s)"
         )
     parts.append(f"limit {row['limit_tokens_per_s'] / 1e3:6.1f}k")
     return "; ".join(parts) + f"; {row['all']['plan']}"

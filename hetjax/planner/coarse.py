@@ -20,7 +20,7 @@ from hetjax.memory import ADAM_BYTES_PER_PARAM
 from hetjax.planner.pricer import INF, Load, Pricer
 
 NUM_WAYS = 5
-"""Ways to run on a slot that the formula looks at: data parallel, sharded, and tensor parallel over 2, 4, 8."""
+"""Ways to run on a slot that the formula looks at: `dp`, `fsdp`, and tensor parallel over 2, 4 and 8."""
 
 
 @dataclasses.dataclass(frozen=True)

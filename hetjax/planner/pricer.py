@@ -14,7 +14,7 @@ import numpy as np
 
 from hetjax.cluster import Cluster, Group
 from hetjax.cost import Costs, ProgramLike
-from hetjax.devices import DTYPE_BYTES
+from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.memory import ADAM_BYTES_PER_PARAM, kept_per_row
 from hetjax.planner.layout import Run, Slot, Way
 
@@ -104,7 +104,7 @@ class Table:
 
     @functools.cached_property
     def repeat_s(self) -> np.ndarray:
-        """Recompute that brings the kept activations down to what fits: part of the segments one policy on."""
+        """Recompute that brings the kept activations to what fits: part of the segments one policy on."""
         if self.load.passing:
             return np.where(self.room >= 0, between(self.repeat[-1]), INF)
         result = np.full(self.room.shape, INF)
@@ -266,7 +266,7 @@ class Member:
         return np.where(self.backwards, INF, least)
 
 
-def _prefix(values: Sequence[float] | np.ndarray) -> np.ndarray:
+def _prefix(values: Sequence[Number] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
 
 

@@ -38,12 +38,30 @@ def closest(search: Search, names: Sequence[str]) -> tuple[Number, int, Mapping[
     return min(options, key=lambda option: option[0])
 
 
+def chains(search: Search) -> list[tuple[str, ...]]:
+    """Orders of sets of groups that could form a pipeline."""
+    from hetjax.planner.search import orders, subsets  # which imports this module
+
+    return [
+        order
+        for names in subsets(search.cluster, search.names)
+        if len(names) <= search.program.num_segments
+        for order in orders(search.cluster, names, thorough=False)
+    ]
+
+
+def rescue(search: Search) -> list[Layout]:
+    """The most frugal layout of each chain, where it fits: what the search's formula was too quick about."""
+    found = [closest(search, chain) for chain in chains(search)]
+    return [layout for over, _, _, layout in found if over <= 0]
+
+
 def shortfall(search: Search, name: str) -> str:
     """In words, by how much a group alone is too small."""
     over, stage, needs, layout = closest(search, [name])
     need = needs.get(layout.teams[stage][0].group, 0.0)
-    if over <= 0 or need == 0.0:
-        return "its parts fit one by one and not together over time"
+    if over <= 0:
+        return "its stages fit one by one, and not over the time of a step"
     return f"needs {gib(need)} GiB on each device, {gib(over)} GiB too much"
 
 
@@ -53,16 +71,7 @@ def refuse(search: Search) -> NoReturn:
     Raises:
         UserError: Always.
     """
-    from hetjax.planner.search import orders, subsets  # which imports this module
-
-    n = search.program.num_segments
-    chains = [
-        order
-        for names in subsets(search.cluster, search.names)
-        if len(names) <= n
-        for order in orders(search.cluster, names, thorough=False)
-    ]
-    over, stage, needs, layout = min((closest(search, x) for x in chains), key=lambda option: option[0])
+    over, stage, needs, layout = min((closest(search, x) for x in chains(search)), key=lambda x: x[0])
     if over <= 0 and search.nearest is not None:  # fits by the bounds and not in simulated time
         over, name, device, need = search.nearest
         needs, where = {name: need}, f"device {device} of group {name!r}"

@@ -1,4 +1,5 @@
-"""Several slots in one stage: the rows of each microbatch shared out so that the slowest is as fast as can be."""
+"""Several slots in one stage: the rows of each microbatch shared out so that the slowest is as fast as can
+be."""
 
 from __future__ import annotations
 

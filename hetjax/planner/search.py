@@ -190,7 +190,9 @@ class Search:
                 alone.setdefault(layout.groups[0], layout)
         for name in self.names:
             if name not in alone:
-                self.unfit[f"{name} alone"] = refusal.shortfall(self, name)
+                over, _, _, frugal = refusal.closest(self, [name])
+                if over > 0 or self.simulate_first(frugal) is None:
+                    self.unfit[f"{name} alone"] = refusal.shortfall(self, name)
         first = [item for item in ranked if item[2] in alone.values()]
         shortest = math.inf
         for estimate, _, layout, cut in [*first, *ranked]:
@@ -202,8 +204,16 @@ class Search:
             candidate = self.simulate(layout, cut.bounds, cut)
             if candidate is not None:
                 shortest = min(shortest, candidate.simulation.step_time_s)
+        if not self.found:
+            for layout in refusal.rescue(self):
+                self.simulate_first(layout)
         self.improve()
         return list(self.found.values())
+
+    def simulate_first(self, layout: Layout) -> Candidate | None:
+        """Cut and simulate a layout."""
+        cut = self.stages.cut(layout)
+        return None if cut is None else self.simulate(layout, cut.bounds, cut)
 
     # ---- layouts ----
 

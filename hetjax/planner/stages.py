@@ -220,7 +220,7 @@ class Stages:
 
     def shortest(self, price: Sequence[Price]) -> tuple[Number, tuple[int, ...] | None]:
         """The shortest longest price of consecutive stages, and where to cut for it."""
-        n, J = self.n, len(price)
+        J = len(price)
         high, bounds = INF, self.reach(price, INF)
         if bounds is None:
             return INF, None
@@ -275,7 +275,8 @@ class Stages:
             return INF, 0, {}
         over = [functools.reduce(np.maximum, [m.over_bytes for m in stage]) for stage in members]
         least = min(float(o[np.isfinite(o)].min(initial=0.0)) for o in over)
-        price = [np.maximum.accumulate(o - least + 1.0, axis=1) for o in over]
+        runs = [np.where(np.isinf(o), 0.0, o - least + 1.0) for o in over]
+        price = [np.maximum.accumulate(r, axis=1) for r in runs]
         price = [np.where(np.isinf(o), INF, p) for o, p in zip(over, price, strict=True)]
         _, bounds = self.shortest(price)
         if bounds is None:
