@@ -143,6 +143,31 @@ def state_share(stage: Stage, member: Member) -> Number:
     return len(member.devices) / sum(len(m.devices) for m in stage.members)
 
 
+def share_state(plan: Plan, program: ProgramLike) -> Plan:
+    """The plan with the state of its `sharded` stages divided by what is free on each member's devices."""
+    if not any(m.residency == "sharded" for stage in plan.stages for m in stage.members):
+        return plan
+    memory = plan_memory(plan, program)
+    stages = []
+    for s, stage in enumerate(plan.stages):
+        if all(m.residency == "sharded" for m in stage.members):
+            free = []
+            for k, member in enumerate(stage.members):
+                capacity = plan.cluster.group(member.group).memory_bytes
+                own = memory[s, k]
+                other = own.total_bytes - own.master_bytes - own.optimizer_bytes
+                room = own.total_bytes if capacity is None else capacity - other
+                free.append(max(room, 0.0) * len(member.devices))
+            total = sum(free) or 1.0
+            members = tuple(
+                dataclasses.replace(m, state_share=float(f / total))
+                for m, f in zip(stage.members, free, strict=True)
+            )
+            stage = dataclasses.replace(stage, members=members)
+        stages.append(stage)
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
 def plan_memory(plan: Plan, program: ProgramLike) -> dict[Unit, Memory]:
     """Bytes per device of each (stage, member) of a plan, by the schedule's stated bounds."""
     segments = program.segments()

@@ -48,6 +48,7 @@ class Layout:
         schedule: Whose bounds the memory follows.
         ahead: As in `plan.Plan`.
         backward: As in `plan.Plan`.
+        splits: Parts in which each team of the row runs its rows of a microbatch; empty means one each.
     """
 
     teams: tuple[Team, ...]
@@ -55,6 +56,11 @@ class Layout:
     schedule: str
     ahead: int = 0
     backward: str = "whole"
+    splits: tuple[int, ...] = ()
+
+    def num_splits(self, stage: int) -> int:
+        """Parts in which a stage runs its rows of a microbatch."""
+        return self.splits[stage % len(self.splits)] if self.splits else 1
 
     @property
     def row(self) -> tuple[Team, ...]:
@@ -71,12 +77,20 @@ class Layout:
         """Names of the groups that take part, in order."""
         return tuple(dict.fromkeys(slot.group for team in self.teams for slot in team))
 
-    def graph(self) -> StageGraph:
-        """A chain of the teams' lanes; the slots of a team have the same bounds, so one stands for all."""
+    def graph(self, num_rows: int) -> StageGraph:
+        """A chain of the teams' lanes; the slots of a team have the same bounds, so one stands for all.
+
+        Args:
+            num_rows: Of a microbatch.
+        """
         numbers: dict[Team, int] = {}
         lanes = tuple((numbers.setdefault(team, len(numbers)),) for team in self.teams)
         chain = tuple((s, s + 1) for s in range(len(lanes) - 1))
-        return StageGraph(lanes, chain, ahead=self.ahead)
+        if not self.splits:
+            return StageGraph(lanes, chain, ahead=self.ahead)
+        rows = tuple(((0, num_rows),) for _ in self.teams)
+        splits = tuple((self.num_splits(j),) for j in range(len(self.teams)))
+        return StageGraph(lanes, chain, rows, splits, ahead=self.ahead)
 
     @property
     def label(self) -> str:
@@ -103,6 +117,7 @@ class Run:
         num_devices: How many of its devices work.
         way: Axes and residency.
         rows: Of each microbatch.
+        splits: Parts in which it runs them.
         remat: Policy of each segment.
     """
 
@@ -110,6 +125,7 @@ class Run:
     num_devices: int
     way: Way
     rows: int
+    splits: int
     remat: tuple[str, ...]
 
 

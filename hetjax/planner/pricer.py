@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,11 +28,13 @@ class Load:
     Attributes:
         rows: Of each microbatch that the member handles.
         num_microbatches: Of one step.
-        in_flight: Microbatches between forward and backward at once.
+        in_flight: Microbatches (parts of one, where they are split) between forward and backward at once.
         ahead: How many inputs may wait besides the one on its way.
         cotangents: How many cotangents may wait.
         share: How many stages share the devices' memory.
         passing: Whether the schedule lets parameters come and go.
+        splits: Parts in which the rows of a microbatch run one after another.
+        team_devices: Of all slots that share the stage; 0 where its state stays with each of them.
     """
 
     rows: int
@@ -42,6 +44,8 @@ class Load:
     cotangents: int
     share: int
     passing: bool = False
+    splits: int = 1
+    team_devices: int = 0
 
 
 class Table:
@@ -51,7 +55,7 @@ class Table:
         axes = dict(way.axes)
         costs, segments = pricer.costs, pricer.segments
         fsdp, tp = axes.get("fsdp", 1), axes.get("tp", 1)
-        rows = load.rows
+        rows = -(-load.rows // load.splits)
         self.pricer, self.way, self.load = pricer, way, load
         known: dict[str, list[float]] = {}
         for s in segments:
@@ -60,7 +64,7 @@ class Table:
                 repeats = [costs.recompute_s(s, group, rows, axes, p) for p in pricer.policies]
                 known[s.segment_class] = [work, *repeats]
         columns = np.array([known[s.segment_class] for s in segments], float).T
-        self.work, *self.repeat = (_prefix(c) for c in columns)
+        self.work, *self.repeat = (_prefix(c) * load.splits for c in columns)
         total = float(pricer.params[-1]) or 1.0
         ends = [
             costs.gather_s(p, group, axes) + costs.reduce_s(p, group, axes) + costs.update_s(p, group, axes)
@@ -77,6 +81,10 @@ class Table:
         if way.residency == "resident":
             self.static, self.passing = 1 / self.shards + (copied + 1) / tp, 0.0
             self.state = 1 / self.shards
+        elif way.residency == "sharded":
+            share = fsdp * tp / load.team_devices
+            self.static, self.passing = share / self.shards + (size + 1) / tp, 0.0
+            self.state = share / self.shards
         else:
             on_device = 0.0 if way.residency == "offloaded" else 1.0
             self.static = 2 * on_device / self.shards
@@ -170,14 +178,22 @@ class Pricer:
         cluster: Where.
         costs: Seconds of segments.
         policies: Remat policies that may be chosen, the cheapest in time first.
+        pins: Groups that may run a segment, by its index; all where it is not named.
     """
 
     def __init__(
-        self, program: ProgramLike, cluster: Cluster, costs: Costs, policies: tuple[str, ...]
+        self,
+        program: ProgramLike,
+        cluster: Cluster,
+        costs: Costs,
+        policies: tuple[str, ...],
+        pins: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
+        self.pins = dict(pins or {})
         self.program, self.cluster, self.costs, self.policies = program, cluster, costs, policies
         self.segments = program.segments()
         n = self.num_segments = len(self.segments)
+        self.indices = range(n)
         self.groups = {g.name: g for g in cluster.groups}
         self.params = _prefix([s.param_bytes for s in self.segments])
         self.num_params = _prefix([s.num_params for s in self.segments])
@@ -207,7 +223,8 @@ class Pricer:
     def ways(self, slot: Slot, load: Load) -> tuple[Way, ...]:
         """Ways to run on a slot, the preferred first: `dp`; `fsdp` and `tp` where memory needs them."""
         residencies = ("gathered", "offloaded") if load.passing else ("resident",)
-        n = self.used_devices(slot, load.rows)
+        rows = load.rows // load.splits if load.rows % load.splits == 0 else load.rows
+        n = self.used_devices(slot, rows)
         options = []
         if load.passing:
             options.append((("fsdp", n),))
@@ -218,14 +235,11 @@ class Pricer:
             tp = 2
             while tp <= min(host, 8):
                 if len(slot.devices) % tp == 0:
-                    width = len(slot.devices) // tp
-                    rows = 1 if self.program.rows_mode == "whole" else load.rows
-                    width = next(
-                        d for d in range(min(width, rows), 0, -1) if load.rows % d == 0 and rows % d == 0
-                    )
+                    width = self.used_devices(Slot(slot.group, slot.devices[::tp]), rows)
                     options.append((("fsdp", width), ("tp", tp)))
                 tp *= 2
-        return tuple(Way(axes, r) for r in residencies for axes in options)
+        found = tuple(Way(axes, r) for r in residencies for axes in options)
+        return (*found, Way((("fsdp", n),), "sharded")) if load.team_devices else found
 
     def _tables(self, slot_group: str, num_devices: int, load: Load) -> list[Table]:
         slot = Slot(slot_group, tuple(range(num_devices)))
@@ -245,25 +259,29 @@ class Member:
     def __init__(self, pricer: Pricer, slot: Slot, load: Load) -> None:
         self.slot, self.load = slot, load
         self.tables = pricer.tables(slot.group, len(slot.devices), load)
-        self.backwards = np.tri(pricer.num_segments + 1, dtype=bool)  # stop <= start: no segment
+        # Not a run: stop <= start, or a segment that is pinned to another group.
+        pinned = between(
+            _prefix([slot.group not in pricer.pins.get(i, (slot.group,)) for i in pricer.indices])
+        )
+        self.never = np.tri(pricer.num_segments + 1, dtype=bool) | (pinned > 0)
 
     @functools.cached_property
     def price(self) -> np.ndarray:
         """Seconds a microbatch of the best way; infinite where none fits."""
         best = functools.reduce(np.minimum, [table.price for table in self.tables])
-        return np.where(self.backwards, INF, best)
+        return np.where(self.never, INF, best)
 
     def run(self, a: int, b: int) -> Run:
         """The best way in full; of ways alike, the first."""
         table = min(self.tables, key=lambda table: float(table.price[a, b]))
         used = math.prod(size for _, size in table.way.axes)
-        return Run(self.slot, used, table.way, self.load.rows, table.remat(a, b))
+        return Run(self.slot, used, table.way, self.load.rows, self.load.splits, table.remat(a, b))
 
     @functools.cached_property
     def over_bytes(self) -> np.ndarray:
         """Bytes too many in the most frugal way; negative where it fits."""
         least = functools.reduce(np.minimum, [table.over_bytes for table in self.tables])
-        return np.where(self.backwards, INF, least)
+        return np.where(self.never, INF, least)
 
 
 def _prefix(values: Sequence[Number] | np.ndarray) -> np.ndarray:

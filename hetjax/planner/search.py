@@ -12,12 +12,13 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hetjax.cluster import Cluster
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
 from hetjax.devices import Number
 from hetjax.errors import UserError
+from hetjax.memory import share_state
 from hetjax.plan import SCHEDULES, Member, Plan, Stage
 from hetjax.planner import refusal
 from hetjax.planner.coarse import Shape, shapes
@@ -65,6 +66,7 @@ def make_plan(
     allow_row_split: bool = True,
     costs: Costs | None = None,
     features: str = "runtime",
+    pins: Mapping[int, Sequence[str]] | None = None,
     exclude: Sequence[str] = (),
     budget_s: float | None = None,
     seed: int = 0,
@@ -82,6 +84,7 @@ def make_plan(
             schedule (of stages) is asked for.
         costs: Seconds of segments; analytic when None.
         features: One of `FEATURES`.
+        pins: Groups that may run a segment, by the segment's index.
         exclude: Names of groups that stay idle.
         budget_s: Stop improving after so many seconds and return the best so far; when None the search ends
             by itself, and the same arguments give the same plan.
@@ -105,6 +108,7 @@ def make_plan(
         schedule,
         remat,
         features=features,
+        pins=pins,
         exclude=exclude,
         shared=allow_row_split and schedule is None and program.rows_mode == "split",
         deadline=deadline,
@@ -150,6 +154,7 @@ class Search:
         remat: str | None,
         *,
         features: str = "runtime",
+        pins: Mapping[int, Sequence[str]] | None = None,
         exclude: Sequence[str] = (),
         shared: bool = True,
         deadline: float = math.inf,
@@ -160,6 +165,14 @@ class Search:
             raise UserError(f"schedule is {schedule!r}. Allowed: {', '.join(SCHEDULES)}.")
         for name in exclude:
             cluster.group(name)
+        for index, allowed in (pins or {}).items():
+            if not 0 <= index < program.num_segments:
+                raise UserError(
+                    f"A pin names segment {index}, and the program has segments 0 to "
+                    f"{program.num_segments - 1}."
+                )
+            for name in allowed:
+                cluster.group(name)
         self.names = [g.name for g in cluster.groups if g.name not in exclude]
         if not self.names:
             raise UserError(f"exclude names all groups of cluster {cluster.name!r}. Leave one.")
@@ -167,8 +180,8 @@ class Search:
         self.random = random.Random(seed)
         self.backwards = ("whole", "split") if features == "all" else ("whole",)
         self.counts = microbatch_counts(program, num_microbatches)
-        self.pricer = Pricer(program, cluster, costs, REMAT if remat is None else (remat,))
-        self.stages = Stages(self.pricer)
+        self.pricer = Pricer(program, cluster, costs, REMAT if remat is None else (remat,), pins)
+        self.stages = Stages(self.pricer, sharded=features == "all")
         self.found: dict[tuple[Layout, tuple[int, ...]], Candidate] = {}
         self.tried: set[tuple[Layout, tuple[int, ...]]] = set()
         self.tasks_left = MAX_TASKS
@@ -363,9 +376,12 @@ class Search:
                         rows=(row, row + run.rows),
                         remat=run.remat,
                         residency=run.way.residency,
+                        splits=run.splits,
                     )
                 )
                 row += run.rows
+            if any(m.residency == "sharded" for m in members):
+                members = [dataclasses.replace(m, residency="sharded") for m in members]
             stages.append(Stage((start, stop), tuple(members)))
         plan = Plan(
             cluster=self.cluster,
@@ -378,7 +394,7 @@ class Search:
             ahead=layout.ahead,
             backward=layout.backward,
         )
-        return timed(plan, self.program, self.costs)
+        return timed(share_state(plan, self.program), self.program, self.costs)
 
     # ---- improvement ----
 
@@ -446,6 +462,16 @@ class Search:
                 yield dataclasses.replace(layout, teams=swapped * v)
         if self.program.rows_mode == "whole":
             return
+        if self.features == "all" and layout.schedule == "1f1b" and len(row) > 1:
+            rows = self.program.global_batch // layout.num_microbatches
+            for i in range(len(row)):
+                now = layout.splits or (1,) * len(row)
+                for part in {now[i] * 2, now[i] // 2} - {0}:
+                    if rows % part == 0:
+                        yield dataclasses.replace(layout, splits=(*now[:i], part, *now[i + 1 :]))
+        if any(s > 1 for s in layout.splits):
+            return
+        layout = dataclasses.replace(layout, splits=())
         yield from self.resized(layout)
         if self.shared:
             yield from self.merged(layout)

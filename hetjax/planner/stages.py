@@ -36,10 +36,11 @@ class Stages:
 
     Args:
         pricer: Of the program and cluster.
+        sharded: Whether teams may divide their stage's state among their slots.
     """
 
-    def __init__(self, pricer: Pricer) -> None:
-        self.pricer = pricer
+    def __init__(self, pricer: Pricer, *, sharded: bool = False) -> None:
+        self.pricer, self.sharded = pricer, sharded
         self.n = pricer.num_segments
         self.shares = functools.lru_cache(maxsize=4096)(self._shares)
         self.members = functools.lru_cache(maxsize=20_000)(Member)
@@ -56,9 +57,8 @@ class Stages:
     def stages(self, layout: Layout) -> list[tuple[Member, ...]] | None:
         """The members of each stage; None where a team cannot share the rows."""
         pricer, M = self.pricer, layout.num_microbatches
-        graph = layout.graph()
-        in_flight = in_flight_bounds(layout.schedule, graph, M).stage
         rows = pricer.program.global_batch // M
+        in_flight = in_flight_bounds(layout.schedule, layout.graph(rows), M).stage
         result = []
         mirrored = layout.schedule in ("gpipe", "ministage")
         for j, team in enumerate(layout.teams):
@@ -70,9 +70,16 @@ class Stages:
             share = layout.teams.count(team)
             passing = layout.schedule == "ministage"
             cotangents = in_flight[j] if mirrored and not passing else 2
+            # Where the state may be divided among the team: over how many devices.
+            devices = sum(len(slot.devices) for slot in team) if self.sharded and len(team) > 1 else 0
+            splits = layout.num_splits(j)
             result.append(
                 tuple(
-                    self.members(pricer, slot, Load(own, M, in_flight[j], ahead, cotangents, share, passing))
+                    self.members(
+                        pricer,
+                        slot,
+                        Load(own, M, in_flight[j], ahead, cotangents, share, passing, splits, devices),
+                    )
                     for slot, own in zip(team, shares, strict=True)
                 )
             )
@@ -198,19 +205,25 @@ class Stages:
                 by_channel[pair] = by_channel.get(pair, 0.0) + transfers[j]
         longest = max(*by_team.values(), *by_channel.values(), self.waiting_s(layout, periods, transfers))
         # The others' first stages fill the pipeline, and drain it again.
-        others = (sum(by_team.values()) - max(by_team.values())) / layout.repeats
+        fills = {team: s / layout.num_splits(j) for j, (team, s) in enumerate(by_team.items())}
+        others = (sum(fills.values()) - max(fills.values())) / layout.repeats
         idle = others if layout.backward == "whole" else SPLIT_IDLE * others
         return M * longest + idle + 2 * sum(transfers[: len(by_team)])
 
     def waiting_s(self, layout: Layout, periods: Sequence[Number], transfers: Sequence[Number]) -> Number:
         """Seconds a microbatch for which the bounds on what is in flight let a pipeline start another one."""
-        limits = in_flight_bounds(layout.schedule, layout.graph(), layout.num_microbatches)
+        M = layout.num_microbatches
+        graph = layout.graph(self.pricer.program.global_batch // M)
+        limits = in_flight_bounds(layout.schedule, graph, M)
         ways = [0.0]
         for period, transfer in zip(reversed(periods), reversed(transfers), strict=True):
             ways.append(ways[-1] + period + 2 * transfer)
         ways = ways[:0:-1]  # from each stage to the end and back
-        result = max(way / unit[0] for way, unit in zip(ways, limits.unit, strict=True))
-        for lane, limit in enumerate(limits.lane):
+        result = max(
+            way / unit[0] * layout.num_splits(j)
+            for j, (way, unit) in enumerate(zip(ways, limits.unit, strict=True))
+        )
+        for lane, limit in enumerate(limits.lane if not layout.splits else ()):
             mine = ways[lane :: len(layout.row)]
             result = max(result, sum(mine) / limit)
         if layout.repeats > 1 and ways[0]:
