@@ -57,13 +57,13 @@ class Table:
         fsdp, tp = axes.get("fsdp", 1), axes.get("tp", 1)
         rows = -(-load.rows // load.splits)
         self.pricer, self.way, self.load = pricer, way, load
-        known: dict[str, list[float]] = {}
-        for s in segments:
-            if s.segment_class not in known:
+        known: dict[object, list[Number]] = {}
+        for s, alike in zip(segments, pricer.alike, strict=True):
+            if alike not in known:
                 work = costs.forward_s(s, group, rows, axes) + costs.backward_s(s, group, rows, axes, "none")
                 repeats = [costs.recompute_s(s, group, rows, axes, p) for p in pricer.policies]
-                known[s.segment_class] = [work, *repeats]
-        columns = np.array([known[s.segment_class] for s in segments], float).T
+                known[alike] = [work, *repeats]
+        columns = np.array([known[alike] for alike in pricer.alike], float).T
         self.work, *self.repeat = (_prefix(c) * load.splits for c in columns)
         total = float(pricer.params[-1]) or 1.0
         ends = [
@@ -194,6 +194,11 @@ class Pricer:
         self.segments = program.segments()
         n = self.num_segments = len(self.segments)
         self.indices = range(n)
+        # Segments with the same key cost the same; programs made by hand may call unlike ones a class.
+        self.alike = [
+            (s.segment_class, s.num_params, s.forward_flops_per_row, s.boundary_bytes_per_row)
+            for s in self.segments
+        ]
         self.groups = {g.name: g for g in cluster.groups}
         self.params = _prefix([s.param_bytes for s in self.segments])
         self.num_params = _prefix([s.num_params for s in self.segments])

@@ -20,7 +20,7 @@ from hetjax.devices import Number
 from hetjax.errors import UserError
 from hetjax.memory import share_state
 from hetjax.plan import SCHEDULES, Member, Plan, Stage
-from hetjax.planner import refusal
+from hetjax.planner import refusal, replicas
 from hetjax.planner.coarse import Shape, shapes
 from hetjax.planner.explain import Candidate, predictions
 from hetjax.planner.layout import Cut, Layout, Slot, Team
@@ -159,6 +159,7 @@ class Search:
         shared: bool = True,
         deadline: float = math.inf,
         seed: int = 0,
+        whole_sets: bool = False,
     ) -> None:
         self.program, self.cluster, self.costs = program, cluster, costs
         if schedule is not None and schedule not in SCHEDULES:
@@ -178,6 +179,7 @@ class Search:
             raise UserError(f"exclude names all groups of cluster {cluster.name!r}. Leave one.")
         self.schedule, self.features, self.shared, self.deadline = schedule, features, shared, deadline
         self.random = random.Random(seed)
+        self.whole_sets = whole_sets
         self.backwards = ("whole", "split") if features == "all" else ("whole",)
         self.counts = microbatch_counts(program, num_microbatches)
         self.pricer = Pricer(program, cluster, costs, REMAT if remat is None else (remat,), pins)
@@ -221,7 +223,31 @@ class Search:
             for layout in refusal.rescue(self):
                 self.simulate_first(layout)
         self.improve()
-        return list(self.found.values())
+        result = list(self.found.values())
+        if self.shared and result:
+            best = min(result, key=lambda c: c.rank)
+            step_s = best.simulation.step_time_s
+            for label, plan in replicas.replicated(self, step_s / 4, best.plan.num_microbatches):
+                candidate = self.evaluate(label, plan, WORTH_SHOWING * step_s)
+                if candidate is not None:
+                    result.append(candidate)
+        return result
+
+    def within(self, program: ProgramLike, names: Sequence[str], num_microbatches: int) -> Search:
+        """A search of one pipeline over some of the groups, for part of the rows."""
+        return Search(
+            program,
+            self.cluster,
+            self.costs,
+            num_microbatches,
+            "1f1b",
+            None if len(self.pricer.policies) > 1 else self.pricer.policies[0],
+            features=self.features,
+            exclude=[g.name for g in self.cluster.groups if g.name not in names],
+            shared=False,
+            deadline=self.deadline,
+            whole_sets=True,
+        )
 
     def simulate_first(self, layout: Layout) -> Candidate | None:
         """Cut and simulate a layout."""
@@ -248,7 +274,8 @@ class Search:
     def layouts(self) -> list[tuple[float, Layout]]:
         """What is worth a cut, by the formula's time: slot sizes x orders x microbatch counts x schedules."""
         found: dict[Layout, float] = {}
-        for names in subsets(self.cluster, self.names):
+        sets = [tuple(self.names)] if self.whole_sets else subsets(self.cluster, self.names)
+        for names in sets:
             lone = len(names) == 1
             best = shapes(self.pricer, names, self.counts, self.repeats(), 2 if lone else NUM_SHAPES)
             for rank, shape in enumerate(best):
