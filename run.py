@@ -20,22 +20,20 @@ from rich.console import Console
 import hetjax
 import models
 from hetjax import data, devices, doctor, profile_measure, profile_report, train
-from hetjax.checkpoint import CheckpointError, finished_steps, quiet_background_errors
+from hetjax.checkpoint import CheckpointError, quiet_background_errors
 from hetjax.cluster import Cluster
 from hetjax.config import Config, build_optimizer, load_config
 from hetjax.cost import Costs
 from hetjax.errors import UserError
+from hetjax.outdir import JOB_FILE, check_free, choose_out_dir
 from hetjax.plan import Plan
-from hetjax.planner import predict
+from hetjax.planner import choices, predict
 from hetjax.profile import Profile, ProfiledCosts, require_kinds
 from hetjax.profile_formats import IMPORTERS, import_profile
 from hetjax.program import Program
 from hetjax.program import trace as trace_program
 from hetjax.report import Display, show_summary, show_text
 from hetjax.runtime import Trainer
-
-RUNS = Path("runs")
-JOB_FILE = "job.json"
 
 app = typer.Typer(
     help=__doc__,
@@ -235,6 +233,21 @@ def plan_command(
     mesh: Mesh = None,
     plan_file: PlanFile = None,
     profile: ProfileFile = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SEGMENTS=GROUP", help="Keep segments on a group, like 0-3=a100. Many times."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP", help="Leave a group idle. Many times.")
+    ] = None,
+    complete: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep the boundaries and groups of a half-written plan (JSON: stages with segments and "
+            "members, each with a group), and decide the rest.",
+        ),
+    ] = None,
     settings: Settings = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")
@@ -250,6 +263,10 @@ def plan_command(
     """
     job_file = models.path(model)
     config = load_config(job_file, [*(settings or ()), *profile_setting(profile)])
+    told = config.plan.model_copy(
+        update={"pin": [*config.plan.pin, *(pin or ())], "exclude": [*config.plan.exclude, *(exclude or ())]}
+    )
+    config = config.model_copy(update={"plan": told})
     model_config = models.parse(config.model, str(job_file))
     cluster, plan = read_cluster(mesh, plan_file)
     if cluster is not None:
@@ -257,7 +274,10 @@ def plan_command(
             jax.config.update("jax_platforms", "cpu")
     cluster = cluster or Cluster.detect()
     program = trace(config, model_config)
-    plan = plan_for(program, cluster, config) if plan is None else predicted(program, plan, config)
+    if plan is not None:
+        plan = predicted(program, plan, config)
+    else:
+        plan = plan_for(program, cluster, config, complete)
     if as_json:
         print(plan.to_json())
     else:
@@ -457,17 +477,26 @@ def measured(cluster: Cluster) -> Cluster:
     return cluster.with_tflops(doctor.measure_tflops(cluster, {name: attached[name] for name in unknown}))
 
 
-def plan_for(program: Program, cluster: Cluster, config: Config) -> Plan:
-    """Let the planner plan, with what the job file fixes."""
+def plan_for(program: Program, cluster: Cluster, config: Config, complete: Path | None = None) -> Plan:
+    """Let the planner plan, with what the job file and the person fix."""
     cluster, costs = with_profile(program, with_memory(cluster), config)
+    told = config.plan
+    if complete is not None:
+        partial = choices.read_partial(complete)
+        return choices.complete_plan(program, cluster, partial, costs=costs, features=told.features)
     return hetjax.make_plan(
         program,
         cluster,
-        num_microbatches=config.plan.num_microbatches,
-        schedule=config.plan.schedule,
-        remat=config.plan.remat,
-        allow_row_split=config.plan.row_split == "allowed",
+        num_microbatches=told.num_microbatches,
+        schedule=told.schedule,
+        remat=told.remat,
+        allow_row_split=told.row_split == "allowed",
         costs=costs,
+        features=told.features,
+        pins=choices.read_pins(told.pin, program),
+        exclude=told.exclude,
+        budget_s=told.budget_s,
+        seed=told.seed,
     )
 
 
@@ -505,47 +534,6 @@ def utilisation(program: Program, plan: Plan) -> Callable[[float], float] | None
     peak = sum(devices.lookup(g.kind).peak(g.dtype) * 1e12 for g in groups)
     flops = 3 * program.global_batch * sum(s.forward_flops_per_row for s in program.segments())
     return lambda step_time_s: flops / step_time_s / peak
-
-
-def choose_out_dir(out: Path | None, name: str, *, resume: bool) -> Path:
-    """Decide where a run writes to, without creating anything.
-
-    Raises:
-        UserError: It holds a run already and `--resume` is missing, or there is none to resume.
-    """
-    taken = sorted(
-        (d for d in RUNS.glob(f"{name}*") if d.name == name or d.name.removeprefix(f"{name}-").isdecimal()),
-        key=lambda d: int(d.name.removeprefix(name).removeprefix("-") or 1),
-    )
-    if resume:
-        chosen = out or (taken[-1] if taken else RUNS / name)
-        if not finished_steps(chosen / train.CHECKPOINTS):
-            raise UserError(
-                f"{chosen} holds no finished checkpoint to resume. Leave out --resume to begin a new run"
-                + (", and give another --out." if out is not None and out.exists() else ".")
-            )
-        return chosen
-    if out is None:
-        return RUNS / (name if not taken else f"{name}-{int(taken[-1].name.removeprefix(name)[1:] or 1) + 1}")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file. Give a directory.")
-    check_free(out)
-    return out
-
-
-def check_free(out_dir: Path) -> None:
-    """Refuse a directory that holds a run.
-
-    Raises:
-        UserError: It does; says whether that run can be resumed.
-    """
-    if not (out_dir / JOB_FILE).exists() and not (out_dir / train.CHECKPOINTS).exists():
-        return
-    if finished_steps(out_dir / train.CHECKPOINTS):
-        way_out = "holds a run already. Add --resume to go on with it, or give another --out."
-    else:
-        way_out = "holds a run that ended before its first checkpoint. Remove it, or give another --out."
-    raise UserError(f"{out_dir} {way_out}")
 
 
 def changes_since(out_dir: Path, config: Config) -> list[str]:

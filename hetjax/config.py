@@ -148,6 +148,12 @@ class PlanConfig(Section):
         row_split: Whether unlike groups may share a stage, each with its part of the rows.
         profile: File of measurements to plan with, as `run.py profile` writes it; "none" plans with analytic
             costs.
+        features: "runtime" plans what training runs; "all" also what can be planned and simulated only, for
+            `run.py plan`.
+        pin: Segments that stay on groups, like "0-3=a100".
+        exclude: Groups that stay idle.
+        budget_s: Seconds after which the planner takes the best that it has.
+        seed: Of the order in which it tries small changes.
     """
 
     num_microbatches: PositiveInt | None = None
@@ -155,6 +161,11 @@ class PlanConfig(Section):
     remat: Literal["none", "full", "dots"] | None = None
     row_split: Literal["never", "allowed"] = "allowed"
     profile: str | None = None
+    features: Literal["runtime", "all"] = "runtime"
+    pin: list[str] = []
+    exclude: list[str] = []
+    budget_s: PositiveFloat | None = None
+    seed: int = 0
 
 
 class Config(Section):

@@ -60,6 +60,8 @@ def shortfall(search: Search, name: str) -> str:
     """In words, by how much a group alone is too small."""
     over, stage, needs, layout = closest(search, [name])
     need = needs.get(layout.teams[stage][0].group, 0.0)
+    if math.isinf(over):
+        return "the pins leave it out, or it has too few devices for the rows"
     if over <= 0:
         return "its stages fit one by one, and not over the time of a step"
     return f"needs {gib(need)} GiB on each device, {gib(over)} GiB too much"
@@ -79,6 +81,11 @@ def refuse(search: Search) -> NoReturn:
         name = layout.teams[stage][0].group
         need = needs.get(name, 0.0)
         where = f"each device of stage {stage}, in group {name!r}"
+    if math.isinf(over):
+        raise UserError(
+            f"No plan on cluster {search.cluster.name!r} keeps to the pins: no order of the groups has every "
+            "pinned segment on a group that may run it. Pin fewer segments, or to more groups."
+        )
     have = search.cluster.group(name).memory_bytes or 0.0
     largest = max(search.pricer.segments, key=lambda s: s.param_bytes)
     used = " -> ".join(layout.groups)
