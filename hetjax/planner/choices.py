@@ -161,9 +161,7 @@ def complete_plan(
                 search.simulate(layout, bounds)
     if not search.found:
         over = (
-            ""
-            if search.nearest is None
-            else f" The nearest is {search.nearest[0] / GIB:.2f} GiB too large."
+            "" if search.nearest is None else f" The nearest is {search.nearest[0] / GIB:.2f} GiB too large."
         )
         raise UserError(
             f"No way to complete the plan fits its devices.{over} Move boundaries, or give its stages more "

@@ -337,7 +337,8 @@ class Search:
                         self.pricer.model_s(slot.group, len(slot.devices), own)
                         for slot, own in zip(team, shares, strict=True)
                     )
-                    yield Layout((team,), M, "1f1b"), M * seconds
+                    exchange = self.stages.exchange_s(team, float(self.pricer.params[-1]))
+                    yield Layout((team,), M, "1f1b"), M * seconds + exchange
 
     # ---- candidates ----
 

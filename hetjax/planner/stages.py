@@ -208,7 +208,20 @@ class Stages:
         fills = {team: s / layout.num_splits(j) for j, (team, s) in enumerate(by_team.items())}
         others = (sum(fills.values()) - max(fills.values())) / layout.repeats
         idle = others if layout.backward == "whole" else SPLIT_IDLE * others
-        return M * longest + idle + 2 * sum(transfers[: len(by_team)])
+        exchange = max(
+            self.exchange_s(team, float(self.pricer.params[b] - self.pricer.params[a]))
+            for team, a, b in zip(layout.teams, bounds, bounds[1:], strict=False)
+        )
+        return M * longest + idle + 2 * sum(transfers[: len(by_team)]) + exchange
+
+    def exchange_s(self, team: Team, param_bytes: Number) -> Number:
+        """Seconds of the gradients' way round the slots of a team, at the end of the step."""
+        n = len(team)
+        if n == 1:
+            return 0.0
+        pairs = [(team[i], team[(i + 1) % n]) for i in range(n)]
+        links = [self.pricer.cluster.link_between(a.group, a.devices, b.group, b.devices) for a, b in pairs]
+        return max(link.transfer_s(2 * (n - 1) / n * param_bytes) for link in links)
 
     def waiting_s(self, layout: Layout, periods: Sequence[Number], transfers: Sequence[Number]) -> Number:
         """Seconds a microbatch for which the bounds on what is in flight let a pipeline start another one."""
