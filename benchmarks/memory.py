@@ -28,7 +28,7 @@ import typer
 
 import hetjax
 from benchmarks import common
-from hetjax.cost import Memory
+from hetjax.memory import Memory
 from hetjax.placement import Place
 from hetjax.plan import Plan
 from hetjax.program import Program

@@ -77,9 +77,7 @@ class Link(_Frozen):
         if count == 1:
             return self
         curve = tuple((size * count, rate * count) for size, rate in self.curve)
-        return self.model_copy(
-            update={"bandwidth_gb_per_s": self.bandwidth_gb_per_s * count, "curve": curve}
-        )
+        return self.model_copy(update={"bandwidth_gb_per_s": self.bandwidth_gb_per_s * count, "curve": curve})
 
 
 class Group(_Frozen):

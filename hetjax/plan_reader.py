@@ -33,8 +33,8 @@ def _fields(
         if key not in allowed:
             raise UserError(f"{where}: unknown key {key!r}. Allowed: {', '.join(allowed)}.")
         if not isinstance(value, allowed[key]) or isinstance(value, bool):
-            kinds = allowed[key] if isinstance(allowed[key], tuple) else (allowed[key],)
-            names = " or ".join(kind.__name__ for kind in kinds)
+            kinds = allowed[key]
+            names = " or ".join(k.__name__ for k in (kinds if isinstance(kinds, tuple) else (kinds,)))
             raise UserError(f"{where}: {key} has to be of type {names}, and is {value!r:.60}.")
     missing = [key for key in required if key not in data]
     if missing:

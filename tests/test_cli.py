@@ -12,9 +12,11 @@ import pytest
 
 import models
 import run
+from hetjax import outdir
 from hetjax.checkpoint import finished_steps
 from hetjax.cluster import Cluster
 from hetjax.config import load_config
+from hetjax.errors import UserError
 from hetjax.metrics import read_metrics
 from hetjax.plan import Member, Plan, Stage
 
@@ -196,13 +198,13 @@ def test_help_shows_examples(capfd):
 
 
 def test_runs_without_out_get_names_of_their_own(here):
-    assert str(run.choose_out_dir(None, "gpt", resume=False)) == "runs/gpt"
+    assert str(outdir.choose_out_dir(None, "gpt", resume=False)) == "runs/gpt"
     for name in ("gpt", "gpt-2", "gpt-10", "gpt_other"):
         (here / "runs" / name / "checkpoints" / "5").mkdir(parents=True)
-    assert str(run.choose_out_dir(None, "gpt", resume=False)) == "runs/gpt-11"
-    assert str(run.choose_out_dir(None, "gpt", resume=True)) == "runs/gpt-10"
-    with pytest.raises(run.UserError, match="runs/gpt holds a run already. Add --resume"):
-        run.choose_out_dir(run.RUNS / "gpt", "gpt", resume=False)
+    assert str(outdir.choose_out_dir(None, "gpt", resume=False)) == "runs/gpt-11"
+    assert str(outdir.choose_out_dir(None, "gpt", resume=True)) == "runs/gpt-10"
+    with pytest.raises(UserError, match="runs/gpt holds a run already. Add --resume"):
+        outdir.choose_out_dir(outdir.RUNS / "gpt", "gpt", resume=False)
 
 
 def test_a_run_ended_by_sigterm_resumes_under_another_plan_with_the_same_losses(here, capfd):

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,13 +23,13 @@ SIZES = st.integers(1, 2**34)
 CURVE = ((1e4, 0.5), (1e6, 4.0), (1e8, 9.0))
 
 
-def group(kind: str = "a100-80", num_devices: int = 64, **fields) -> Group:
+def group(kind: str = "a100-80", num_devices: int = 64, **fields: Any) -> Group:
     return Group.model_validate({"name": "g", "kind": kind, "num_devices": num_devices, **fields})
 
 
 def hosts(devices_per_host: int, intra: float, inter: float, **fields) -> Group:
-    links = {"intra_bandwidth_gb_per_s": intra, "inter_host_bandwidth_gb_per_s": inter}
-    latencies = {"intra_latency_us": 0.0, "inter_host_latency_us": 0.0}
+    links: dict[str, Any] = {"intra_bandwidth_gb_per_s": intra, "inter_host_bandwidth_gb_per_s": inter}
+    latencies: dict[str, Any] = {"intra_latency_us": 0.0, "inter_host_latency_us": 0.0}
     return group(devices_per_host=devices_per_host, **links, **(latencies | fields))
 
 
@@ -74,6 +75,8 @@ def played_ring(num_bytes: float, g: Group, axes: dict[str, int], axis: str) -> 
     """One pass round all rings along an axis, message by message."""
     sizes = [axes.get(a, 1) for a in AXES]
     at, n = AXES.index(axis), axes[axis]
+    per_host, intra, inter = g.devices_per_host, g.intra_bandwidth_gb_per_s, g.inter_host_bandwidth_gb_per_s
+    assert per_host and intra and inter
     numbers = {
         index: sum(i * _product(sizes[:d]) for d, i in enumerate(index))
         for index in itertools.product(*map(range, sizes))
@@ -82,15 +85,15 @@ def played_ring(num_bytes: float, g: Group, axes: dict[str, int], axis: str) -> 
     inside = False
     for index, number in numbers.items():
         after = numbers[(*index[:at], (index[at] + 1) % n, *index[at + 1 :])]
-        here, there = number // g.devices_per_host, after // g.devices_per_host
+        here, there = number // per_host, after // per_host
         if here == there:
             inside = True
         else:
             leaving[here] = leaving.get(here, 0) + 1
     part = num_bytes / n
-    step = part / (g.intra_bandwidth_gb_per_s * 1e9) if inside else 0.0
+    step = part / (intra * 1e9) if inside else 0.0
     if leaving:
-        step = max(step, max(leaving.values()) * part / (g.inter_host_bandwidth_gb_per_s * 1e9))
+        step = max(step, max(leaving.values()) * part / (inter * 1e9))
     return (n - 1) * step
 
 

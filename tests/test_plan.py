@@ -30,7 +30,7 @@ def member(group, devices, rows=(0, 8), num_segments=3, remat="dots", **axes):
 
 def two_stages(**more):
     stages = (Stage((0, 3), (member("a", range(4)),)), Stage((3, 6), (member("t", range(8)),)))
-    plan = Plan(CLUSTER, "fake", 6, 32, 4, "1f1b", stages, {"step_time_s": 1.5})
+    plan = Plan(CLUSTER, "fake", 6, 32, 4, "1f1b", stages, predicted={"step_time_s": 1.5})
     return dataclasses.replace(plan, **more)
 
 

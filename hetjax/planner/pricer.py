@@ -230,7 +230,7 @@ class Pricer:
         residencies = ("gathered", "offloaded") if load.passing else ("resident",)
         rows = load.rows // load.splits if load.rows % load.splits == 0 else load.rows
         n = self.used_devices(slot, rows)
-        options = []
+        options: list[tuple[tuple[str, int], ...]] = []
         if load.passing:
             options.append((("fsdp", n),))
         else:

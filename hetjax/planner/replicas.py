@@ -7,7 +7,7 @@ stages end wherever one of the pipelines' do, with a member of each pipeline in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hetjax.cost import ProgramLike
 from hetjax.devices import Number
@@ -96,7 +96,7 @@ def combined(search: Search, blocks: Sequence[Sequence[str]], num_microbatches: 
         return None
     chosen: list[tuple[Layout, Cut]] = []
     for block, own in zip(blocks, shares, strict=True):
-        part = Part(search.program, own * num_microbatches)
+        part = cast(ProgramLike, Part(search.program, own * num_microbatches))
         inner = search.within(part, block, num_microbatches)
         fits = [(layout, cut) for _, _, layout, cut in inner.ranked() if set(layout.groups) == set(block)]
         if not fits:
