@@ -123,6 +123,10 @@ def dependencies(graph: StageGraph, num_microbatches: int, task: Task) -> list[T
     return []
 
 
+class TooLongError(Exception):
+    """The step takes longer than was asked for."""
+
+
 def make_schedule(
     kind: str,
     lanes: Sequence[Sequence[int]],
@@ -171,6 +175,7 @@ def schedule_graph(
     forward_s: Times | None = None,
     backward_s: Times | None = None,
     transfer_s: Mapping[tuple[Unit, Unit], Number] | None = None,
+    longest_s: Number = math.inf,
 ) -> Schedule:
     """Order the tasks of one step.
 
@@ -186,11 +191,13 @@ def schedule_graph(
         forward_s: Virtual seconds of `F` of one part; equal when None.
         backward_s: Virtual seconds of `B`, and of `W` with it; twice `forward_s` when None.
         transfer_s: Virtual seconds of one part's message from one member to another; none when None.
+        longest_s: Give up where the step takes at least so many virtual seconds.
 
     Returns:
         A schedule that `check_schedule` accepts, the same for the same arguments.
 
     Raises:
+        TooLongError: The step takes `longest_s` or more.
         UserError: Unknown kind, no microbatches, edges that do not lead forward, or parts where the kind does
             not allow them.
     """
@@ -208,13 +215,19 @@ def schedule_graph(
     backward = [2 * f for f in forward] if backward_s is None else _per_unit(graph, backward_s, 2.0)
     # Which does a free lane prefer? With equal stages `interleaved` needs F for the textbook's bubble; with
     # unequal ones neither is always the shorter. B is tried first, since it keeps less where both are equal.
+    # Where nothing can be shorter, no other is tried.
     order: list[Task] = []
-    length = math.inf
-    for prefer in ("B", "F") if kind == "interleaved" else ("B",):
+    length = longest_s
+    for prefer in {"ministage": ("B",), "gpipe": ("F",)}.get(kind, ("B", "F")):
         play = _Play(kind, prefer, graph, num_microbatches, forward, backward, dict(transfer_s or {}))
-        played, seconds = play.run()
+        least = play.least_s()
+        if least >= longest_s or length <= least * (1 + 1e-6):
+            break
+        played, seconds = play.run(length)
         if seconds < length * (1 - 1e-9):
             order, length = played, seconds
+    if not order:
+        raise TooLongError
     order = _with_gathers(graph, order)
     by_lane: list[list[Task]] = [[] for _ in range(graph.num_lanes)]
     for task in order:
@@ -230,12 +243,16 @@ def schedule_graph(
     )
 
 
-def plan_schedule(plan: Plan, edges: Iterable[EdgeLike]) -> Schedule:
+def plan_schedule(plan: Plan, edges: Iterable[EdgeLike], longest_s: Number = math.inf) -> Schedule:
     """The task lists of a plan: the same for planner, simulator and runtime.
 
     Args:
         plan: Its members' `seconds` and its cluster's links are the virtual times.
         edges: Between the program's segments.
+        longest_s: Give up where the step takes at least so many virtual seconds.
+
+    Raises:
+        TooLongError: The step takes `longest_s` or more.
     """
     crossing = stage_edges(plan, edges)
     graph = plan.graph(crossing)
@@ -248,6 +265,7 @@ def plan_schedule(plan: Plan, edges: Iterable[EdgeLike]) -> Schedule:
         forward_s=[[pair[0] for pair in members if pair] for members in seconds] if known else None,
         backward_s=[[pair[1] for pair in members if pair] for members in seconds] if known else None,
         transfer_s=_delays(plan, graph, crossing) if known else None,
+        longest_s=longest_s,
     )
 
 
@@ -310,7 +328,8 @@ class _Play:
         backward_s: Sequence[float],
         transfer_s: Mapping[tuple[Unit, Unit], Number],
     ) -> None:
-        self.kind, self.prefer, self.graph, self.num_microbatches = kind, prefer, graph, num_microbatches
+        self.kind, self.graph, self.num_microbatches = kind, graph, num_microbatches
+        self.preferred = ("F", "B") if prefer == "F" else ("B", "F")
         self.bounds = in_flight_bounds(kind, graph, num_microbatches)
         self.units = graph.units()
         index = {unit: u for u, unit in enumerate(self.units)}
@@ -330,17 +349,19 @@ class _Play:
         self.splits = [graph.num_splits(unit) for unit in self.units]
         self.parts = [num_microbatches * splits for splits in self.splits]
         self.bound = [self.bounds.unit[s][k] for s, k in self.units]
-        # For each part within a microbatch: (unit, splits, part) that reads it, forward and backward.
-        self.sent: dict[str, list[list[list[tuple[int, int, int]]]]] = {
+        # For each part within a microbatch: (unit, splits, part) that reads it, forward and backward, and
+        # how long it travels.
+        self.sent: dict[str, list[list[list[tuple[int, int, int, float]]]]] = {
             op: [[[] for _ in range(splits)] for splits in self.splits] for op in "FB"
         }
         waits = {"F": [[0] * x for x in self.splits], "B": [[1] * x for x in self.splits]}
         for u, unit in enumerate(self.units):
             for consumer in graph.consumers(*unit):
                 v = index[consumer]
+                delay = float(transfer_s.get((unit, consumer), 0.0))
                 for p, q, _ in graph.links(unit, consumer):
-                    self.sent["F"][u][p].append((v, self.splits[v], q))
-                    self.sent["B"][v][q].append((u, self.splits[u], p))
+                    self.sent["F"][u][p].append((v, self.splits[v], q, delay))
+                    self.sent["B"][v][q].append((u, self.splits[u], p, delay))
                     waits["F"][v][q] += 1
                     waits["B"][u][p] += 1
         # Next part of each member, and the inputs that each of them still waits for.
@@ -357,14 +378,30 @@ class _Play:
         self.lowest = 0
         self.round = graph.num_lanes
 
-    def priority(self, op: str, u: int, m: int) -> tuple[bool, Number, int, int]:
-        """What a lane prefers: the smallest key among what is ready."""
+    def least_s(self) -> Number:
+        """No order is shorter: a lane's own work, and the way there and back for one microbatch."""
+        index = {unit: u for u, unit in enumerate(self.units)}
+        there, back = [0.0] * len(self.units), [0.0] * len(self.units)
+        for u, unit in enumerate(self.units):
+            for producer in self.graph.producers(*unit):
+                p, delay = index[producer], float(self.delay.get((producer, unit), 0.0))
+                there[u] = max(there[u], there[p] + self.seconds["F"][p] + delay)
+                back[u] = max(back[u], back[p] + self.seconds["B"][p] + delay)
+        return max(
+            min(there[u] for u in us)
+            + min(back[u] for u in us)
+            + sum(self.parts[u] * sum(self.seconds[op][u] for op in "FBW") for u in us)
+            for us in self.mine
+        )
+
+    def priority(self, op: str, u: int, m: int) -> tuple[Number, int, int]:
+        """What a lane prefers: the smallest key among what is ready of an op."""
         stage = self.stage[u] if op == "F" else -self.stage[u]
         if self.kind == "gpipe":
-            return op == "B", stage, m, 0
+            return stage, m, 0
         if self.kind == "1f1b":
-            return op != self.prefer, m / self.splits[u], stage, 0
-        return op != self.prefer, m // self.round, stage, m
+            return m / self.splits[u], stage, 0
+        return m // self.round, stage, m
 
     def admits(self, u: int, m: int) -> bool:
         """Whether the stated bound lets a member start `F` of part `m`."""
@@ -379,20 +416,22 @@ class _Play:
         """The best task that the lane can start now."""
         if self.kind == "ministage":
             return self.pick_in_turn(lane)
-        best: tuple[tuple[bool, Number, int, int], str, int] | None = None
-        for u in self.mine[lane]:
-            for op in ("B", "F"):
-                m = self.next[op][u]
-                if m == self.parts[u] or self.missing[op][u][m]:
-                    continue
-                if op == "F" and not self.admits(u, m):
-                    continue
-                if op == "B" and self.kind == "gpipe" and self.lane_forwards_left[lane]:
-                    continue
-                key = self.priority(op, u, m)
-                if best is None or key < best[0]:
-                    best = key, op, u
-        return self.pick_weights(lane) if best is None else best[1:]
+        for op in self.preferred:
+            following, missing = self.next[op], self.missing[op]
+            if op == "B" and self.kind == "gpipe" and self.lane_forwards_left[lane]:
+                continue
+            ready = [
+                u
+                for u in self.mine[lane]
+                if (m := following[u]) < self.parts[u]
+                and not missing[u][m]
+                and (op == "B" or self.admits(u, m))
+            ]
+            if len(ready) == 1:
+                return op, ready[0]
+            if ready:
+                return op, min(ready, key=lambda u: self.priority(op, u, following[u]))
+        return self.pick_weights(lane)
 
     def pick_weights(self, lane: int) -> tuple[str, int] | None:
         """The oldest `W` that can start: what is done when nothing that others wait for can be."""
@@ -425,8 +464,8 @@ class _Play:
         self.lane_left[lane] -= 1
         return Task(op, self.stage[u], m, self.units[u][1])
 
-    def run(self) -> tuple[list[Task], float]:
-        """Play the whole step.
+    def run(self, longest_s: Number) -> tuple[list[Task], float]:
+        """Play the whole step, or as much of it as begins before a time.
 
         Returns:
             All tasks in order of their start, and how long the step takes in virtual time.
@@ -455,6 +494,8 @@ class _Play:
             if not events:
                 break
             now, touched = events[0][0], set()
+            if now >= longest_s:
+                return order, now
             while events and events[0][0] == now:
                 _, _, what, op, u, m = heapq.heappop(events)
                 touched.add(self.lane[u])
@@ -486,9 +527,8 @@ class _Play:
             self.done["B"][u] += 1
         microbatch, part = divmod(m, self.splits[u])
         result = [("B", u, m, 0.0)] if op == "F" else []
-        for v, splits, other in self.sent[op][u][part]:
-            pair = (self.units[u], self.units[v]) if op == "F" else (self.units[v], self.units[u])
-            result.append((op, v, microbatch * splits + other, self.delay.get(pair, 0.0)))
+        for v, splits, other, delay in self.sent[op][u][part]:
+            result.append((op, v, microbatch * splits + other, delay))
         if op == "B" and not self.split[u]:
             self.lower(u, m)
         return result

@@ -9,9 +9,13 @@ parameters updated at the end of the step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
 from hetjax.devices import Number
@@ -25,8 +29,7 @@ ASIDE = ("G", "R")
 """Tasks that run on a stream of their own where the member's parameters come and go."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One task on one stream of a lane, from start to end.
 
     Attributes:
@@ -44,8 +47,7 @@ class Span:
     stream: str = "compute"
 
 
-@dataclasses.dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """One message on one channel, from its first byte to its last."""
 
     channel: tuple[object, object]
@@ -96,6 +98,8 @@ class _Player:
         self.splits = {u: graph.num_splits(u) for u in units}
         self.lane = {(s, k): graph.lanes[s][k] for s, k in units}
         self.passing = {u for u in units if graph.is_gathered(u)}
+        self.twice = {u for u in self.passing if graph.gathers and graph.gathers[u[0]][u[1]] == 2}
+        self.last = {u: "W" if graph.is_split(u) else "B" for u in units}  # what frees a part
         self.heads = [0] * len(schedule.lanes)
         self.busy = [False] * len(schedule.lanes)
         M = schedule.num_microbatches
@@ -116,12 +120,10 @@ class _Player:
         for u in units:
             others = [j for j, lane in enumerate(graph.lanes[u[0]]) if lane != self.lane[u]]
             self.missing["R", u] = [M * sum(self.splits[u[0], j] for j in others)]
-            twice = graph.gathers is not None and graph.gathers[u[0]][u[1]] == 2
             if u in self.passing:
                 self.missing["F", u] = [n + 1 for n in self.missing["F", u]]
-            if twice:
+            if u in self.twice:
                 self.missing["B", u] = [n + 1 for n in self.missing["B", u]]
-        self.backwards_left = {u: M * self.splits[u] for u in units}
         self.on_host: dict[Unit, Number] = {u: s for u, s in work.host_copy_s.items() if s > 0}
         # Of members with activations on the host: parts whose copy back is due, and what is back.
         self.copied_back = dict.fromkeys(self.on_host, 0)
@@ -133,6 +135,12 @@ class _Player:
         self.timeline: list[Span] = []
         self.passages: list[Passage] = []
         self.memory: dict[Unit, list[tuple[Number, Number]]] = {u: [] for u in units}
+        self.footprints = {
+            (op, u): [self.footprint(op, u, part, work.memory[u]) for part in range(self.splits[u])]
+            for op in "FBWRU"
+            for u in units
+            if u in work.memory
+        }
         self.end = 0.0
 
     def post(
@@ -214,9 +222,12 @@ class _Player:
             self.busy[lane] = True
             end = now + self.work.seconds.get((task.op, *unit), 0.0)
             self.timeline.append(Span(lane, task, now, end))
-            memory = self.work.memory.get(unit)
-            if memory is not None:
-                self.memory[unit] += self.footprint(task, unit, memory, now, end)
+            footprint = self.footprints.get((task.op, unit))
+            if footprint is not None:
+                before, after = footprint[task.microbatch % len(footprint)]
+                self.memory[unit] += ((now, before), (end, after))
+                if unit in self.passing:
+                    self.pass_through(task, unit, now, end)
             if task.op == "B" and unit in self.on_host:
                 self.fetch(unit, task.microbatch + 1, now)
             self.post(end, "done", task)
@@ -259,36 +270,28 @@ class _Player:
                 self.memory[unit].append((start, self.work.memory[unit].host_kept_bytes_per_part))
             self.copied_back[unit] += 1
 
-    def footprint(
-        self, task: Task, unit: Unit, memory: Memory, start: Number, end: Number
-    ) -> list[tuple[Number, Number]]:
-        """What a task allocates and frees, and when."""
-        changes = [] if task.op == "G" else [(start, memory.workspace_bytes), (end, -memory.workspace_bytes)]
+    def footprint(self, op: str, unit: Unit, part: int, memory: Memory) -> tuple[Number, Number]:
+        """What a task on a part of a microbatch allocates when it starts and when it ends; freed is less."""
+        before, after = memory.workspace_bytes, -memory.workspace_bytes
         kept = memory.kept_bytes_per_part
-        if task.op in "FB":
-            op, part = task.op, task.microbatch % self.splits[unit]
-            used = 0.0
+        if op in "FB":
             sizes = self.work.input_bytes if op == "F" else self.work.cotangent_bytes
-            for other, _, _, share in self.sent["B" if op == "F" else "F", unit][part]:
-                used += sizes.get((other, unit), 0.0) * share
-            freed = 0.0 if self.graph.is_split(unit) else kept
-            changes += [(start, kept - used)] if op == "F" else [(end, -freed - used)]
-            passing = memory.host_kept_bytes_per_part
-            if passing:
-                changes.append((start, passing) if op == "F" else (end, -passing))
-        if task.op == "W":
-            changes.append((end, -kept))
-        if unit in self.passing:
-            first, last = self.backwards_left[unit], task.op == "B" and self.backwards_left[unit] == 1
-            total = self.schedule.num_microbatches * self.splits[unit]
-            if task.op == "B" and first == total:
-                changes.append((start, memory.accumulator_bytes))
-            twice = self.graph.gathers is not None and self.graph.gathers[unit[0]][unit[1]] == 2
-            if last or (twice and task.op == "F" and task.microbatch == total - 1):
-                changes.append((end, -memory.copy_bytes))
-        if task.op == "B":
-            self.backwards_left[unit] -= 1
-        return changes
+            sources = self.sent["B" if op == "F" else "F", unit][part]
+            used = sum(sizes.get((other, unit), 0.0) * share for other, _, _, share in sources)
+            if op == "F":
+                before += kept - used + memory.host_kept_bytes_per_part
+            else:
+                after -= used + memory.host_kept_bytes_per_part
+        return (before, after - kept) if op == self.last[unit] else (before, after)
+
+    def pass_through(self, task: Task, unit: Unit, start: Number, end: Number) -> None:
+        """Sums that begin to live with the first `B`, copies of parameters that go after their last use."""
+        memory, total = self.work.memory[unit], self.schedule.num_microbatches * self.splits[unit]
+        if task.op == "B" and task.microbatch == 0:
+            self.memory[unit].append((start, memory.accumulator_bytes))
+        last = task.microbatch == total - 1
+        if last and (task.op == "B" or (task.op == "F" and unit in self.twice)):
+            self.memory[unit].append((end, -memory.copy_bytes))
 
     def receive(self, task: Task, sender: Unit | None, share: float, now: Number) -> int:
         """An input of a task has arrived; the task's lane."""
@@ -322,7 +325,7 @@ class _Player:
             _, gone = self.stream(lane, "to host", task, now, self.on_host[unit])
             if unit in self.work.memory:
                 self.memory[unit].append((gone, -self.work.memory[unit].host_kept_bytes_per_part))
-        if op == ("W" if self.graph.is_split(unit) else "B"):
+        if op == self.last[unit]:
             for j, other in enumerate(self.graph.lanes[s]):
                 if other != lane:
                     self.missing["R", (s, j)][0] -= 1
@@ -367,7 +370,6 @@ class Simulation:
         step_time_s: Predicted.
         timeline: Every task.
         passages: Every message between groups or submeshes.
-        groups: Use of every group of the cluster, idle ones too.
         peak_bytes: Of each used device (group, index).
     """
 
@@ -375,10 +377,15 @@ class Simulation:
     step_time_s: Number
     timeline: tuple[Span, ...]
     passages: tuple[Passage, ...]
-    groups: Mapping[str, GroupUse]
     peak_bytes: Mapping[tuple[str, int], Number]
     changes: Mapping[Unit, Sequence[tuple[Number, Number]]] = dataclasses.field(repr=False)
     static_bytes: Mapping[Unit, Number] = dataclasses.field(repr=False)
+    recompute_s: Mapping[Unit, Number] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def groups(self) -> Mapping[str, GroupUse]:
+        """Use of every group of the cluster, idle ones too."""
+        return _group_use(self)
 
     def memory_over_time(self, group: str, device: int) -> list[tuple[Number, Number]]:
         """(seconds, bytes) at every change of one device's memory."""
@@ -404,6 +411,18 @@ def _curve(
         level += change
         curve.append((time, level))
     return curve
+
+
+def _peak(
+    units: Sequence[Unit],
+    changes: Mapping[Unit, Sequence[tuple[Number, Number]]],
+    static: Mapping[Unit, Number],
+) -> Number:
+    """The most of the curve."""
+    level = sum(static.get(u, 0.0) for u in units)
+    table = np.array([change for u in units for change in changes.get(u, ())], float).reshape(-1, 2)
+    table = table[np.lexsort((table[:, 1], table[:, 0]))]
+    return float(level + np.cumsum(table[:, 1]).max(initial=0.0))
 
 
 def simulate(
@@ -432,49 +451,48 @@ def simulate(
     peaks: dict[tuple[Unit, ...], Number] = {}
     for units in map(tuple, on_device.values()):
         if units not in peaks:
-            peaks[units] = max(level for _, level in _curve(units, played.memory, static))
+            peaks[units] = _peak(units, played.memory, static)
     peak_bytes = {device: peaks[tuple(units)] for device, units in on_device.items()}
     return Simulation(
         plan=plan,
         step_time_s=played.step_time_s,
         timeline=played.timeline,
         passages=played.passages,
-        groups=_group_use(plan, work, played, peak_bytes),
         peak_bytes=peak_bytes,
         changes=played.memory,
         static_bytes=static,
+        recompute_s=work.recompute_s,
     )
 
 
-def _group_use(
-    plan: Plan, work: Workload, played: Played, peak_bytes: Mapping[tuple[str, int], Number]
-) -> dict[str, GroupUse]:
+def _group_use(simulation: Simulation) -> dict[str, GroupUse]:
     """Shares of each group's device time."""
-    total = played.step_time_s or math.inf
+    plan, timeline = simulation.plan, simulation.timeline
+    total = simulation.step_time_s or math.inf
     busy = {g.name: 0.0 for g in plan.cluster.groups}
     recompute = dict(busy)
-    for span in played.timeline:
+    for span in timeline:
         task = span.task
         if span.stream != "compute":
             continue
         member = plan.stages[task.stage].members[task.member]
         busy[member.group] += (span.end_s - span.start_s) * len(member.devices)
         if task.op == "B":
-            recompute[member.group] += work.recompute_s[task.stage, task.member] * len(member.devices)
+            recompute[member.group] += simulation.recompute_s[task.stage, task.member] * len(member.devices)
     moving: dict[str, list[tuple[Number, Number]]] = {name: [] for name in busy}
     aside: dict[str, list[tuple[Number, Number]]] = {name: [] for name in busy}
-    for span in played.timeline:
+    for span in timeline:
         if span.stream != "compute":
             member = plan.stages[span.task.stage].members[span.task.member]
             aside[member.group].append((span.start_s, span.end_s))
-    for passage in played.passages:
+    for passage in simulation.passages:
         for name in {str(end) for end in passage.channel} & set(moving):
             moving[name].append((passage.start_s, passage.end_s))
     result = {}
     for group in plan.cluster.groups:
         capacity = total * group.num_devices
         share = busy[group.name] / capacity
-        peak = max((b for (name, _), b in peak_bytes.items() if name == group.name), default=0.0)
+        peak = max((b for (name, _), b in simulation.peak_bytes.items() if name == group.name), default=0.0)
         result[group.name] = GroupUse(
             busy=share,
             recompute=recompute[group.name] / capacity,

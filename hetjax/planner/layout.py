@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 
 from hetjax.graph import StageGraph
 
@@ -135,10 +137,15 @@ class Cut:
 
     Attributes:
         bounds: Where each stage starts, and the number of segments.
-        runs: For each stage, how each slot of its team runs it.
+        find_runs: Finds, for each stage, how each slot of its team runs it.
         estimate_s: Step time by formula; the simulator knows better.
     """
 
     bounds: tuple[int, ...]
-    runs: tuple[tuple[Run, ...], ...]
+    find_runs: Callable[[], tuple[tuple[Run, ...], ...]]
     estimate_s: float
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """For each stage, how each slot of its team runs it; found when asked for, since most are not."""
+        return self.find_runs()

@@ -53,25 +53,13 @@ class Table:
 
     def __init__(self, pricer: Pricer, group: Group, way: Way, load: Load) -> None:
         axes = dict(way.axes)
-        costs, segments = pricer.costs, pricer.segments
         fsdp, tp = axes.get("fsdp", 1), axes.get("tp", 1)
         rows = -(-load.rows // load.splits)
         self.pricer, self.way, self.load = pricer, way, load
-        known: dict[object, list[Number]] = {}
-        for s, alike in zip(segments, pricer.alike, strict=True):
-            if alike not in known:
-                work = costs.forward_s(s, group, rows, axes) + costs.backward_s(s, group, rows, axes, "none")
-                repeats = [costs.recompute_s(s, group, rows, axes, p) for p in pricer.policies]
-                known[alike] = [work, *repeats]
-        columns = np.array([known[alike] for alike in pricer.alike], float).T
-        self.work, *self.repeat = (_prefix(c) * load.splits for c in columns)
-        total = float(pricer.params[-1]) or 1.0
-        ends = [
-            costs.gather_s(p, group, axes) + costs.reduce_s(p, group, axes) + costs.update_s(p, group, axes)
-            for p in (total / 2, total)
-        ]
-        self.slope = (ends[1] - ends[0]) / (total / 2)
-        self.base = ends[1] - self.slope * total
+        (self.work, *self.repeat), (self.work_s, *self.again_s) = pricer.seconds(
+            group.name, way.axes, rows, load.splits
+        )
+        self.slope, self.base = pricer.end_of_step(group.name, way.axes)
         size = DTYPE_BYTES[group.dtype] / 4
         self.local_rows = -(-rows // (axes.get("dp", 1) * fsdp))
         self.per_row = self.local_rows * size / tp
@@ -97,45 +85,44 @@ class Table:
     def room(self) -> np.ndarray:
         """Bytes that a stage's kept activations may take."""
         p, load = self.pricer, self.load
-        params = between(p.params)
-        static = params * self.static + between(p.num_params) * (ADAM_BYTES_PER_PARAM * self.state)
+        params = p.param_bytes
+        static = params * self.static + p.state_bytes * self.state
         waiting = p.crossing * (self.local_rows * p.widest)
         static += waiting[:, None] * (load.ahead + 1) + waiting[None, :] * load.cotangents
         other = np.maximum(p.temporaries * self.per_row, params / self.shards)
         if self.passing:
-            other += params * self.passing + between(p.kept_full) * (2 * self.per_row)
+            other += params * self.passing + p.full_bytes * (2 * self.per_row)
         return (self.capacity - other) / load.share - static
 
     def kept(self, policy: int) -> np.ndarray:
         """Bytes of the activations that are kept at once under a policy."""
-        return between(self.pricer.kept[self.pricer.policies[policy]]) * (self.per_row * self.load.in_flight)
+        return self.pricer.kept_bytes[policy] * (self.per_row * self.load.in_flight)
 
     @functools.cached_property
     def repeat_s(self) -> np.ndarray:
         """Recompute that brings the kept activations to what fits: part of the segments one policy on."""
         if self.load.passing:
-            return np.where(self.room >= 0, between(self.repeat[-1]), INF)
-        result = np.full(self.room.shape, INF)
-        before_bytes, before_s = np.zeros(()), np.zeros(())
-        for i in range(len(self.repeat)):
-            num_bytes, seconds = self.kept(i), between(self.repeat[i])
-            fits = (num_bytes <= self.room) & np.isinf(result)
-            if i == 0:
-                result = np.where(fits, seconds, result)
-            else:
-                freed = np.maximum(before_bytes - num_bytes, 1e-9)
-                part = np.clip((before_bytes - self.room) / freed, 0.0, 1.0)
-                result = np.where(fits, before_s + (seconds - before_s) * part, result)
-            before_bytes, before_s = num_bytes, seconds
-            if not np.isinf(result[runs(result)]).any():
+            return np.where(self.room >= 0, self.again_s[-1], INF)
+        before_bytes, before_s = self.kept(0), self.again_s[0]
+        open_runs = (before_bytes > self.room) & _upper(len(before_bytes))
+        result = np.where(open_runs, INF, before_s)
+        for i in range(1, len(self.again_s)):
+            if not open_runs.any():
                 break
+            num_bytes, seconds = self.kept(i), self.again_s[i]
+            fits = open_runs & (num_bytes <= self.room)
+            freed = np.maximum(before_bytes - num_bytes, 1e-9)
+            part = np.clip((before_bytes - self.room) / freed, 0.0, 1.0)
+            result = np.where(fits, before_s + (seconds - before_s) * part, result)
+            open_runs &= ~fits
+            before_bytes, before_s = num_bytes, seconds
         return result
 
     @functools.cached_property
     def price(self) -> np.ndarray:
         """Seconds a microbatch, with the end of the step shared out; infinite where memory is too small."""
-        step = (self.base + self.slope * between(self.pricer.params)) / self.load.num_microbatches
-        return between(self.work) + self.repeat_s + step
+        step = (self.base + self.slope * self.pricer.param_bytes) / self.load.num_microbatches
+        return self.work_s + self.repeat_s + step
 
     def remat(self, a: int, b: int) -> tuple[str, ...]:
         """The policy of each segment: as few segments one policy on as fit."""
@@ -203,7 +190,11 @@ class Pricer:
         self.params = _prefix([s.param_bytes for s in self.segments])
         self.num_params = _prefix([s.num_params for s in self.segments])
         self.kept = {p: _prefix([kept_per_row(s, p) for s in self.segments]) for p in policies}
-        self.kept_full = _prefix([kept_per_row(s, "full") for s in self.segments])
+        # The same of every run of segments.
+        self.param_bytes = between(self.params)
+        self.state_bytes = between(self.num_params) * ADAM_BYTES_PER_PARAM
+        self.kept_bytes = [between(self.kept[p]) for p in policies]
+        self.full_bytes = between(_prefix([kept_per_row(s, "full") for s in self.segments]))
         # Bytes per row of the largest segment's temporaries in each run.
         single = [kept_per_row(s, "none") + 2 * s.boundary_bytes_per_row for s in self.segments]
         self.temporaries = np.zeros((n + 1, n + 1))
@@ -215,8 +206,16 @@ class Pricer:
         self.crossing = np.zeros(n + 1)
         for edge in program.edges():
             self.crossing[edge.producer + 1 : edge.consumer + 1] += edge.bytes_per_row
+        self.seconds = functools.lru_cache(maxsize=20_000)(self._seconds)
+        self.never = functools.cache(self._never)
+        self.end_of_step = functools.lru_cache(maxsize=20_000)(self._end_of_step)
         self.tables = functools.lru_cache(maxsize=20_000)(self._tables)
         self.model_s = functools.lru_cache(maxsize=20_000)(self._model_s)
+
+    def _never(self, group_name: str) -> np.ndarray:
+        """What is not a run of the group: stop <= start, or a segment that is pinned to another one."""
+        pinned = between(_prefix([group_name not in self.pins.get(i, (group_name,)) for i in self.indices]))
+        return ~_upper(self.num_segments + 1) | (pinned > 0)
 
     def used_devices(self, slot: Slot, rows: int) -> int:
         """How many of a slot's devices share the rows evenly: the most that divide them."""
@@ -246,6 +245,38 @@ class Pricer:
         found = tuple(Way(axes, r) for r in residencies for axes in options)
         return (*found, Way((("fsdp", n),), "sharded")) if load.team_devices else found
 
+    def _seconds(
+        self, group_name: str, axes: tuple[tuple[str, int], ...], rows: int, splits: int = 1
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Forward and backward, and what each policy repeats: seconds up to each segment, and of each run."""
+        group, sizes, costs = self.groups[group_name], dict(axes), self.costs
+        known: dict[object, list[Number]] = {}
+        for s, alike in zip(self.segments, self.alike, strict=True):
+            if alike not in known:
+                work = costs.forward_s(s, group, rows, sizes) + costs.backward_s(
+                    s, group, rows, sizes, "none"
+                )
+                known[alike] = [
+                    work,
+                    *(costs.recompute_s(s, group, rows, sizes, p) for p in self.policies),
+                ]
+        columns = splits * np.array([known[alike] for alike in self.alike], float).T
+        prefixes = [_prefix(c) for c in columns]
+        return prefixes, [between(p) for p in prefixes]
+
+    def _end_of_step(self, group_name: str, axes: tuple[tuple[str, int], ...]) -> tuple[float, float]:
+        """Gather, reduction and update of parameters: seconds a byte, and seconds besides."""
+        group, sizes, costs = self.groups[group_name], dict(axes), self.costs
+        total = float(self.params[-1]) or 1.0
+        half, whole = (
+            costs.gather_s(p, group, sizes)
+            + costs.reduce_s(p, group, sizes)
+            + costs.update_s(p, group, sizes)
+            for p in (total / 2, total)
+        )
+        slope = (whole - half) / (total / 2)
+        return float(slope), float(whole - slope * total)
+
     def _tables(self, slot_group: str, num_devices: int, load: Load) -> list[Table]:
         slot = Slot(slot_group, tuple(range(num_devices)))
         group = self.groups[slot_group]
@@ -253,9 +284,9 @@ class Pricer:
 
     def _model_s(self, group_name: str, num_devices: int, rows: int) -> float:
         """Forward and backward of the whole model on a slot of so many devices, memory apart."""
-        load = Load(rows, 1, 1, 0, 0, 1)
-        table = self.tables(group_name, num_devices, load)[0]
-        return float(table.work[-1] + table.repeat[0][-1])
+        n = self.used_devices(Slot(group_name, tuple(range(num_devices))), rows)
+        (work, repeat, *_), _ = self.seconds(group_name, (("dp", n),), rows)
+        return float(work[-1] + repeat[-1])
 
 
 class Member:
@@ -264,11 +295,7 @@ class Member:
     def __init__(self, pricer: Pricer, slot: Slot, load: Load) -> None:
         self.slot, self.load = slot, load
         self.tables = pricer.tables(slot.group, len(slot.devices), load)
-        # Not a run: stop <= start, or a segment that is pinned to another group.
-        pinned = between(
-            _prefix([slot.group not in pricer.pins.get(i, (slot.group,)) for i in pricer.indices])
-        )
-        self.never = np.tri(pricer.num_segments + 1, dtype=bool) | (pinned > 0)
+        self.never = pricer.never(slot.group)
 
     @functools.cached_property
     def price(self) -> np.ndarray:
@@ -301,8 +328,3 @@ def between(prefix: np.ndarray) -> np.ndarray:
 @functools.cache
 def _upper(size: int) -> np.ndarray:
     return np.triu(np.ones((size, size), dtype=bool), 1)
-
-
-def runs(matrix: np.ndarray) -> np.ndarray:
-    """Where a matrix holds runs of at least one segment."""
-    return _upper(matrix.shape[0])

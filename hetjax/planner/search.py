@@ -27,7 +27,7 @@ from hetjax.planner.layout import Cut, Layout, Slot, Team
 from hetjax.planner.limit import compute_limit
 from hetjax.planner.pricer import Pricer
 from hetjax.planner.stages import Stages
-from hetjax.schedule import plan_schedule
+from hetjax.schedule import TooLongError, plan_schedule
 from hetjax.simulate import simulate
 from hetjax.workload import timed
 
@@ -187,6 +187,7 @@ class Search:
         self.found: dict[tuple[Layout, tuple[int, ...]], Candidate] = {}
         self.tried: set[tuple[Layout, tuple[int, ...]]] = set()
         self.tasks_left = MAX_TASKS
+        self.worth = WORTH_SHOWING
         self.unfit: dict[str, str] = {}
         # The least by which a simulated plan was too large: bytes over, group, device, bytes needed.
         self.nearest: tuple[Number, str, int, Number] | None = None
@@ -357,7 +358,7 @@ class Search:
         self.tasks_left -= num_tasks
         bound = math.inf
         if self.found and len(layout.groups) > 1:
-            bound = WORTH_SHOWING * min(c.simulation.step_time_s for c in self.found.values())
+            bound = self.worth * min(c.simulation.step_time_s for c in self.found.values())
         candidate = self.evaluate(layout.label, self.plan_of(layout, cut), bound)
         if candidate is not None:
             self.found[key] = candidate
@@ -367,8 +368,9 @@ class Search:
         """Simulate a plan; None where it does not fit, or where its tasks alone take longer than a bound."""
         overshoots = self.overshoots(plan.device_memory(self.program).items())
         if not overshoots:
-            schedule = plan_schedule(plan, self.program.edges())
-            if schedule.length_s > worse_than_s:
+            try:
+                schedule = plan_schedule(plan, self.program.edges(), worse_than_s)
+            except TooLongError:
                 return None
             result = simulate(plan, self.program, self.costs, schedule)
             overshoots = self.overshoots(result.peak_bytes.items())
@@ -428,6 +430,7 @@ class Search:
 
     def improve(self) -> None:
         """Small changes to the best, as long as they help and tasks are left."""
+        self.worth = ALIKE
         while self.found and not self.out_of_time:
             key, best = min(self.found.items(), key=lambda item: item[1].rank)
             for layout, bounds in self.neighbours(*key, best):

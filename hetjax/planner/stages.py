@@ -14,7 +14,7 @@ import numpy as np
 
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.graph import in_flight_bounds
-from hetjax.planner.layout import Cut, Layout, Team
+from hetjax.planner.layout import Cut, Layout, Run, Team
 from hetjax.planner.pricer import INF, Load, Member, Pricer
 from hetjax.planner.rows import share_rows
 
@@ -162,8 +162,7 @@ class Stages:
 
     def farthest(self, p: Price, a: int, most: int, limit: Number) -> int:
         """The longest run from `a` that stays within a price; `a` where none does."""
-        row = p[a, a + 1 : most + 1]
-        return a + int(np.searchsorted(row, min(limit, MOST), side="right"))
+        return a + int(p[a, a + 1 : most + 1].searchsorted(min(limit, MOST), "right"))
 
     def cut_at(self, layout: Layout, bounds: Sequence[int]) -> Cut | None:
         """Given boundaries with the best way to run each stage, or None where one does not fit."""
@@ -181,10 +180,13 @@ class Stages:
             max(float(m.price[a, b]) for m in stage)
             for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
         ]
-        runs = tuple(
-            tuple(m.run(a, b) for m in stage)
-            for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
-        )
+
+        def runs() -> tuple[tuple[Run, ...], ...]:
+            return tuple(
+                tuple(m.run(a, b) for m in stage)
+                for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
+            )
+
         return Cut(bounds, runs, float(self.estimate_s(layout, periods, bounds)))
 
     def estimate_s(self, layout: Layout, periods: Sequence[Number], bounds: Sequence[int]) -> Number:
