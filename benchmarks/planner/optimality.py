@@ -18,6 +18,7 @@ plain answers is faster than the planner's), `infeasible` (nothing fits, and the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -261,8 +262,8 @@ def main(
     """Print the instances with gaps and the figures."""
     arguments = [(seed, first + i, resolution) for i in range(instances)]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for row in map(_examine, arguments) if jobs == 1 else pool.imap(_examine, arguments):
+    with multiprocessing.get_context("spawn").Pool(jobs) if jobs > 1 else contextlib.nullcontext() as pool:
+        for row in map(_examine, arguments) if pool is None else pool.imap(_examine, arguments):
             rows.append(row)
             if not as_json:
                 typer.echo(
