@@ -276,13 +276,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def quick_rows() -> list[dict[str, Any]]:
     """Two small programs on instances of one device: one needs both regions, one fits in either."""
     rows = []
-    near, far = PAIRS[0], PAIRS[-1]
-    for num_layers, name, pairs in ((8, "8 layers", (near, far)), (3, "3 layers", (far,))):
-        sizes = dataclasses.replace(zorse_program.llama_sizes("7b"), name=name, num_layers=num_layers)
-        program = zorse_program.LlamaProgram(sizes, SEQ_LEN, halves=False, global_batch=16)
+    kinds, near, far = "v100-16 t4 | a10g", PAIRS[0], PAIRS[-1]
+    for num_layers, name, pairs in ((5, "5 layers", (near, far)), (2, "2 layers", (far,))):
+        sizes = dataclasses.replace(zorse_program.llama_sizes("13b"), name=name, num_layers=num_layers)
+        program = zorse_program.LlamaProgram(sizes, SEQ_LEN, halves=False, global_batch=8)
         costs = zorse_program.zorse_costs(("b",))
-        setting = Setting.of(program, costs, cluster_of(SMALL, PAIRS[0], num_devices=1))
-        rows += [compare(setting, SMALL, pair, num_devices=1) for pair in pairs]
+        setting = Setting.of(program, costs, cluster_of(kinds, near, num_devices=1))
+        rows += [compare(setting, kinds, pair, num_devices=1) for pair in pairs]
     return rows
 
 
