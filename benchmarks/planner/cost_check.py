@@ -57,7 +57,7 @@ SEQ_LEN, VOCAB = 128, 512
 LOOP_LENGTH = 6
 
 POINTER_BYTES = 8
-"""XLA counts a pointer for each result of an executable."""
+"""XLA counts a pointer for each result of an executable that has several."""
 
 LEAST_SHARE = 0.01
 """Share of the model's FLOPs from which on a class counts in the figures of FLOPs."""
@@ -254,8 +254,8 @@ def _check(
     memory = member_memory([segment], group, rows=rows, axes={}, remat=(remat,), in_flight=1)
     flops = segment.forward_flops_per_row * rows
     leaves = [*found.outputs, *found.results, *found.kept]
-    left = found.forward.memory_analysis().output_size_in_bytes - POINTER_BYTES * len(leaves)
-    left -= num_bytes([*found.outputs, *found.results])
+    left = found.forward.memory_analysis().output_size_in_bytes - num_bytes([*found.outputs, *found.results])
+    left -= POINTER_BYTES * len(leaves) if len(leaves) > 1 else 0
     analysis = found.backward.memory_analysis()
     beside = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     forward_flops = compiled_flops(counted.forward)
