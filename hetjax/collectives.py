@@ -32,12 +32,14 @@ class Spread:
         num_hosts: That one ring touches.
         per_host: Most devices that one ring has on a host.
         sharing: Most rings that leave one host.
+        fewest: Least devices that a ring over several hosts has on one of them.
     """
 
     num_devices: int
     num_hosts: int
     per_host: int
     sharing: int
+    fewest: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -51,8 +53,8 @@ def spread(inner: int, size: int, outer: int, devices_per_host: int | None) -> S
         devices_per_host: Any number; None means one host (or one interconnect) for all.
     """
     if devices_per_host is None or inner * size * outer <= devices_per_host:
-        return Spread(size, 1, size, 0)
-    most_hosts, most_on_host = 1, 1
+        return Spread(size, 1, size, 0, size)
+    most_hosts, most_on_host, fewest = 1, 1, size
     leaving: dict[int, int] = {}
     for block in range(outer):
         for lane in range(inner):
@@ -61,9 +63,11 @@ def spread(inner: int, size: int, outer: int, devices_per_host: int | None) -> S
                 host = ((block * size + i) * inner + lane) // devices_per_host
                 on[host] = on.get(host, 0) + 1
             most_hosts, most_on_host = max(most_hosts, len(on)), max(most_on_host, *on.values())
+            if len(on) > 1:
+                fewest = min(fewest, *on.values())
             for host in on if len(on) > 1 else ():
                 leaving[host] = leaving.get(host, 0) + 1
-    return Spread(size, most_hosts, most_on_host, max(leaving.values(), default=0))
+    return Spread(size, most_hosts, most_on_host, max(leaving.values(), default=0), fewest)
 
 
 def axis_spread(group: Group, axes: Mapping[str, int], axis: str) -> Spread:
@@ -82,9 +86,9 @@ def all_gather_s(num_bytes: Number, group: Group, axes: Mapping[str, int], axis:
     on, link, narrow = _ways(group, axes, axis)
     if on.num_hosts == 1:
         return _ring_s(num_bytes, on.num_devices, link)
-    flat = flat_ring_s(num_bytes, on, link, narrow)
-    inside = _ring_s(num_bytes, on.per_host, link)
-    return min(flat, inside + _ring_s(num_bytes, on.num_hosts, narrow, on.sharing))
+    # The host with the fewest parts has to be sent all the others.
+    between = (on.num_devices - on.fewest) / on.num_devices
+    return min(flat_ring_s(num_bytes, on, link, narrow), _by_hosts_s(num_bytes, on, link, narrow, between))
 
 
 def reduce_scatter_s(num_bytes: Number, group: Group, axes: Mapping[str, int], axis: str) -> Number:
@@ -98,9 +102,16 @@ def reduce_scatter_s(num_bytes: Number, group: Group, axes: Mapping[str, int], a
 def all_reduce_s(num_bytes: Number, group: Group, axes: Mapping[str, int], axis: str) -> Number:
     """Seconds until every device along the axis has the sum of their arrays of `num_bytes`.
 
-    A reduce-scatter and an all-gather: each device sends 2 (n - 1) / n times `num_bytes`.
+    A reduce-scatter and an all-gather: each device sends 2 (n - 1) / n times `num_bytes`. Between hosts they
+    go in parts of one size, however many devices each has.
     """
-    return 2 * all_gather_s(num_bytes, group, axes, axis)
+    if axes.get(axis, 1) <= 1 or not num_bytes:
+        return 0.0
+    on, link, narrow = _ways(group, axes, axis)
+    if on.num_hosts == 1:
+        return 2 * _ring_s(num_bytes, on.num_devices, link)
+    flat = flat_ring_s(num_bytes, on, link, narrow)
+    return 2 * min(flat, _by_hosts_s(num_bytes, on, link, narrow, 1 - 1 / on.num_hosts))
 
 
 def all_to_all_s(num_bytes: Number, group: Group, axes: Mapping[str, int], axis: str) -> Number:
@@ -142,13 +153,20 @@ def flat_ring_s(num_bytes: Number, on: Spread, link: Link, narrow: Link) -> Numb
     return (on.num_devices - 1) * step
 
 
+def _by_hosts_s(num_bytes: Number, on: Spread, link: Link, narrow: Link, share: Number) -> Number:
+    """One pass of an array inside the hosts and of a share of it round them."""
+    steps = on.num_hosts - 1
+    message = on.sharing * share * num_bytes / steps
+    between = steps * (narrow.latency_us * 1e-6 + narrow.occupied_s(message))
+    return _ring_s(num_bytes, on.per_host, link) + between
+
+
 def _ways(group: Group, axes: Mapping[str, int], axis: str) -> tuple[Spread, Link, Link]:
     return axis_spread(group, axes, axis), group.intra_link, group.inter_host_link
 
 
-def _ring_s(num_bytes: Number, count: int, link: Link, sharing: int = 1) -> Number:
-    """One pass round a ring of `count` like links, each shared by so many rings."""
+def _ring_s(num_bytes: Number, count: int, link: Link) -> Number:
+    """One pass round a ring of `count` like links."""
     if count <= 1:
         return 0.0
-    part = sharing * num_bytes / count
-    return (count - 1) * (link.latency_us * 1e-6 + link.occupied_s(part))
+    return (count - 1) * (link.latency_us * 1e-6 + link.occupied_s(num_bytes / count))

@@ -140,10 +140,10 @@ def test_rings_that_leave_a_host_together_share_its_way_out():
 
 def test_axes_lie_over_uneven_hosts_as_their_devices_are_numbered():
     # Three sets of 4 on hosts of 6: 0-3 | 4-7 over both hosts | 8-11.
-    assert collectives.spread(1, 4, 3, 6) == collectives.Spread(4, 2, 4, 1)
-    assert collectives.spread(1, 3, 2, 6) == collectives.Spread(3, 1, 3, 0)
-    assert collectives.spread(1, 10, 1, 6) == collectives.Spread(10, 2, 6, 1)
-    assert collectives.spread(6, 2, 1, 6) == collectives.Spread(2, 2, 1, 6)
+    assert collectives.spread(1, 4, 3, 6) == collectives.Spread(4, 2, 4, 1, 2)
+    assert collectives.spread(1, 3, 2, 6) == collectives.Spread(3, 1, 3, 0, 3)
+    assert collectives.spread(1, 10, 1, 6) == collectives.Spread(10, 2, 6, 1, 4)
+    assert collectives.spread(6, 2, 1, 6) == collectives.Spread(2, 2, 1, 6, 1)
 
 
 def test_without_a_bandwidth_between_hosts_one_interconnect_joins_all_devices():
