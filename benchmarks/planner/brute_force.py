@@ -2,8 +2,9 @@
 
 The space, for a program whose segments form a chain:
 
-- any subset of the groups, each cut into equal slots, as many as divide its devices; of a slot work as many
-  devices as divide the rows, as `dp`, as `fsdp`, or with `tp` of 2, 4 or 8 inside;
+- any subset of the groups, each cut into any number of equal slots, with devices that are left over idle; of a
+  slot work as many devices as divide the rows, as `dp`, as `fsdp`, or with `tp` of 2, 4 or 8 inside, which may
+  leave some over too;
 - the slots in any order, those of one group also apart; any neighbours of different groups may share a stage,
   with the rows that make the slower of them as fast as can be on the whole model (`rows.share_rows`);
 - each team of slots runs 1, 2, ... stages, dealt in rounds; all boundaries between segments;
@@ -130,7 +131,7 @@ class Space:
             axes.append({"fsdp": used})
         for tp in (2, 4, 8):
             host = self.cluster.group(group).devices_per_host or num_devices
-            if num_devices % tp == 0 and tp <= host:
+            if tp <= min(num_devices, host):
                 axes.append({"fsdp": self.used(num_devices // tp, rows), "tp": tp})
         return tuple(Way(self, group, a, rows) for a in axes)
 
@@ -173,10 +174,7 @@ class Space:
 
     def rows(self) -> Iterator[tuple[Team, ...]]:
         """Slots in every order, in every way merged to teams."""
-        options = [
-            [0, *[k for k in range(1, g.num_devices + 1) if g.num_devices % k == 0]]
-            for g in self.cluster.groups
-        ]
+        options = [range(g.num_devices + 1) for g in self.cluster.groups]
         for counts in itertools.product(*options):
             names = [g.name for g, k in zip(self.cluster.groups, counts, strict=True) for _ in range(k)]
             for order in orders(names):

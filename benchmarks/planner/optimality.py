@@ -186,10 +186,12 @@ def drawn(space: Space, draw: random.Random, shorter_than_s: float) -> Iterator[
     rows = list(space.rows())
     batch = space.program.global_batch
     counts = [m for m in range(1, batch + 1) if batch % m == 0]
-    for _ in range(NUM_RANDOM):
+    num_drawn = 0
+    while num_drawn < NUM_RANDOM:
         teams, M = draw.choice(rows), draw.choice(counts)
         if any(space.shares(team, batch // M) is None for team in teams):
             continue
+        num_drawn += 1
         repeats = draw.randint(1, space.n // len(teams)) if len(teams) > 1 else 1
         layout = Layout(teams, M, repeats)
         cuts = space.cuts(layout.num_stages)
