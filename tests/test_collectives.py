@@ -50,7 +50,7 @@ def test_two_hosts_of_six_exchange_between_them_and_then_inside():
 
 
 def test_the_latency_of_the_way_between_hosts_is_paid_once_a_step_of_the_hosts():
-    slow = {"intra_latency_us": 1e4, "inter_host_latency_us": 1e6}
+    slow: dict[str, Any] = {"intra_latency_us": 1e4, "inter_host_latency_us": 1e6}
     found = seconds(18 * GB, hosts(6, **slow), dp=18)
     assert found["all_gather"] == pytest.approx(2 * (1.0 + 6 / 10) + 5 * (0.01 + 3 / 60))
 
@@ -137,7 +137,7 @@ def test_two_passes_by_hosts_are_never_slower_than_one_ring_over_a_thin_way(
 @settings(deadline=None)
 def test_more_bytes_never_take_less_time(op, num_bytes, more, sizes, axis, per_host, curved):
     axes = dict(zip(AXES, sizes, strict=True))
-    curve = {"inter_host_curve": ((1e4, 0.5), (1e6, 4.0), (1e8, 9.0))} if curved else {}
+    curve: dict[str, Any] = {"inter_host_curve": ((1e4, 0.5), (1e6, 4.0), (1e8, 9.0))} if curved else {}
     group = hosts(per_host, inter_host_latency_us=30.0, **curve)
     assert op(num_bytes + more, group, axes, axis) >= op(num_bytes, group, axes, axis)
 
