@@ -1,4 +1,4 @@
-"""Parts, split backwards, ministages, host copies, shared channels: timelines and peaks worked out by hand."""
+"""Parts, split backwards, ministages, host copies, channels: timelines and peaks worked out by hand."""
 
 import dataclasses
 
@@ -107,8 +107,9 @@ def test_gradients_of_parameters_fill_what_would_be_idle(share, ahead, step_time
 
 
 def memory_of(**sizes):
-    zero = {f.name: 0 for f in dataclasses.fields(Memory) if f.default is dataclasses.MISSING}
-    return Memory(**(zero | sizes))
+    return dataclasses.replace(
+        Memory(0, 0, 0, 0, 0, in_flight=0, waiting_bytes=0, workspace_bytes=0), **sizes
+    )
 
 
 def test_what_a_forward_kept_goes_when_its_last_backward_ends():
