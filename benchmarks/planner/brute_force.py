@@ -2,9 +2,9 @@
 
 The space, for a program whose segments form a chain:
 
-- any subset of the groups, each cut into any number of equal slots, with devices that are left over idle; of a
-  slot work as many devices as divide the rows, as `dp`, as `fsdp`, or with `tp` of 2, 4 or 8 inside, which may
-  leave some over too;
+- any subset of the groups, each cut into any number of equal slots, with devices that are left over idle; of
+  a slot work as many devices as divide the rows, as `dp`, as `fsdp`, or with `tp` of 2, 4 or 8 inside, which
+  may leave some over too;
 - the slots in any order, those of one group also apart; any neighbours of different groups may share a stage,
   with the rows that make the slower of them as fast as can be on the whole model (`rows.share_rows`);
 - each team of slots runs 1, 2, ... stages, dealt in rounds; all boundaries between segments;
