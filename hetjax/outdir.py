@@ -18,12 +18,9 @@ def choose_out_dir(out: Path | None, name: str, *, resume: bool) -> Path:
     Raises:
         UserError: It holds a run already and `--resume` is missing, or there is none to resume.
     """
-    taken = sorted(
-        (d for d in RUNS.glob(f"{name}*") if d.name == name or d.name.removeprefix(f"{name}-").isdecimal()),
-        key=lambda d: int(d.name.removeprefix(name).removeprefix("-") or 1),
-    )
+    taken = _runs_of(name)
     if resume:
-        chosen = out or (taken[-1] if taken else RUNS / name)
+        chosen = out or (taken[max(taken)] if taken else RUNS / name)
         if not finished_steps(chosen / train.CHECKPOINTS):
             raise UserError(
                 f"{chosen} holds no finished checkpoint to resume. Leave out --resume to begin a new run"
@@ -31,11 +28,22 @@ def choose_out_dir(out: Path | None, name: str, *, resume: bool) -> Path:
             )
         return chosen
     if out is None:
-        return RUNS / (name if not taken else f"{name}-{int(taken[-1].name.removeprefix(name)[1:] or 1) + 1}")
+        return RUNS / (f"{name}-{max(taken) + 1}" if taken else name)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file. Give a directory.")
     check_free(out)
     return out
+
+
+def _runs_of(name: str) -> dict[int, Path]:
+    """The directories of a job's runs by number: `gpt` is the first, `gpt-2` the second."""
+    found = RUNS.iterdir() if RUNS.is_dir() else ()
+    numbers = {d: d.name.removeprefix(f"{name}-") for d in found}
+    return {
+        1 if d.name == name else int(number): d
+        for d, number in numbers.items()
+        if d.name == name or (number != d.name and number.isdecimal())
+    }
 
 
 def check_free(out_dir: Path) -> None:
