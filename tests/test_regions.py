@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner import regions
+from hetjax.plan import Member, Plan, Stage
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,6 +59,17 @@ def test_the_figures_are_those_of_the_rows(figures):
     assert figures["worst_time_ratio"] == pytest.approx(times[0])
     there = sorted(max(r["ours"]["mb_there"], r["ours"]["mb_back"]) for r in figures["rows"])
     assert figures["thin_link_mb"] == pytest.approx(there[1])
+
+
+def test_like_groups_of_a_plan_take_each_others_places_and_others_do_not():
+    cluster = regions.cluster_of("a100-40 t4 | v100-16 t4", "Oregon-Tokyo", num_devices=1)
+    names = ["t4-2", "a100-40", "t4-1"]
+    stages = tuple(
+        Stage((i, i + 1), (Member(name, (0,), {}, (0, 8), ("none",)),)) for i, name in enumerate(names)
+    )
+    plan = Plan(cluster, "", 3, 8, 1, "1f1b", stages)
+    found = {tuple(stage.members[0].group for stage in other.stages) for other in regions.renamed(plan)}
+    assert found == {("t4-2", "a100-40", "t4-1"), ("t4-1", "a100-40", "t4-2")}
 
 
 def test_links_are_as_measured_in_a_region_and_between_two():
