@@ -8,6 +8,7 @@ it ranks high are cut and simulated; nothing is decided by it alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -19,8 +20,8 @@ from hetjax.devices import DTYPE_BYTES
 from hetjax.memory import ADAM_BYTES_PER_PARAM
 from hetjax.planner.pricer import INF, Load, Pricer
 
-NUM_WAYS = 5
-"""Ways to run on a slot that the formula looks at: `dp`, `fsdp`, and tensor parallel over 2, 4 and 8."""
+NUM_WAYS = 6
+"""Ways to run on a slot that the formula looks at: `dp`, `fsdp`, tensor parallel, one device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _figures(pricer: Pricer, name: str, num_slots: int, num_microbatches: int) -
         found.append(
             _Figures(
                 seconds=float(table.work[-1] + table.repeat[0][-1]),
-                end_s=float(table.base + table.slope * params),
+                end_s=float(table.end(params)),
                 fixed_bytes=params * table.static + state * table.state,
                 kept_bytes=tuple(float(pricer.kept[p][-1] * table.per_row) for p in pricer.policies),
                 repeat_s=tuple(float(r[-1]) for r in table.repeat),
@@ -153,16 +154,17 @@ def _scores(
     in_flight = np.minimum((lanes + 1) / 2 if repeats == 1 else lanes, M)
     seconds = np.maximum(base[0], 1e-30)
     with np.errstate(divide="ignore", invalid="ignore"):
+        # The largest share of the model that a slot has memory for, in its most frugal way.
+        most = (capacity / (fixed + functools.reduce(np.minimum, kept) * in_flight)).max(axis=0) * 0.999
+    with np.errstate(divide="ignore", invalid="ignore"):
         for _ in range(3):
-            period = 1 / (combos / seconds).sum(axis=1, keepdims=True)
-            share = period / seconds
+            _, share = _shares(combos, seconds, most)
             room = np.where(share > 0, capacity / share - fixed, -INF)
             extra = _repeat_s(room, [k * in_flight for k in kept], repeat)
             ways = np.maximum(base - repeat[0] + extra, 1e-30)
             best = ways.argmin(axis=0)[None]
             seconds = np.take_along_axis(ways, best, axis=0)[0]
-        period = 1 / (combos / seconds).sum(axis=1)
-        share = period[:, None] / seconds
+        period, share = _shares(combos, seconds, most)
     finish = (share * np.take_along_axis(end, best, axis=0)[0]).max(axis=1)
     # A stage has whole segments: half a segment too many in the lane that has the fewest.
     fewest = (share * pricer.num_segments).min(axis=1)
@@ -170,9 +172,33 @@ def _scores(
     message = _message_s(pricer, groups, M)
     if repeats > 1:  # as in `Stages.waiting_s`: between groups, so of few of the boundaries
         part = len(groups) / lanes[:, 0] * message
+        period = np.maximum(period, 1e-30)
         period = period * (1 + 3 * 2 * part / (2 * part + period / repeats))
     pipeline = period * (M + (lanes[:, 0] - 1) / repeats) + 2 * message * len(groups)
     return np.maximum(pipeline, M * repeats * message) + finish
+
+
+def _shares(combos: np.ndarray, seconds: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each slot's share of the model, in proportion to speed where memory lets it, and the longest time.
+
+    Args:
+        combos: Slots of each group, by combination and group.
+        seconds: Of the whole model on one of them.
+        most: Largest share that each has memory for.
+
+    Returns:
+        Seconds by combination, infinite where memory is too small, and shares by combination and group.
+    """
+    full = np.zeros(combos.shape, bool)
+    period, share = np.zeros(len(combos)), most
+    for _ in range(combos.shape[1]):
+        left = 1 - (combos * most * full).sum(axis=1)
+        speed = (combos / seconds * ~full).sum(axis=1)
+        period = np.where(left > 0, left / speed, 0.0)
+        share = np.where(full, most, period[:, None] / seconds)
+        full |= share > most
+    fits = ~(share > most).any(axis=1)
+    return np.where(fits, period, INF), np.minimum(share, most)
 
 
 def _repeat_s(room: np.ndarray, kept: Sequence[np.ndarray], repeat: Sequence[np.ndarray]) -> np.ndarray:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable
 
 from hetjax.graph import StageGraph
 
@@ -137,15 +135,14 @@ class Cut:
 
     Attributes:
         bounds: Where each stage starts, and the number of segments.
-        find_runs: Finds, for each stage, how each slot of its team runs it.
+        runs: For each stage, how each slot of its team runs it.
         estimate_s: Step time by formula; the simulator knows better.
+        lower_s: Below which the step time is not.
+        update_s: Least seconds between the last backward and the end of the step.
     """
 
     bounds: tuple[int, ...]
-    find_runs: Callable[[], tuple[tuple[Run, ...], ...]]
+    runs: tuple[tuple[Run, ...], ...]
     estimate_s: float
-
-    @functools.cached_property
-    def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """For each stage, how each slot of its team runs it; found when asked for, since most are not."""
-        return self.find_runs()
+    lower_s: float = 0.0
+    update_s: float = 0.0

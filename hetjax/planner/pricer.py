@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Load:
         passing: Whether the schedule lets parameters come and go.
         splits: Parts in which the rows of a microbatch run one after another.
         team_devices: Of all slots that share the stage; 0 where its state stays with each of them.
+        input_size: Bytes of the inputs' elements, over those of float32: what their producer computes in.
     """
 
     rows: int
@@ -46,6 +48,28 @@ class Load:
     passing: bool = False
     splits: int = 1
     team_devices: int = 0
+    input_size: Number = 1.0
+
+
+FEW_DEVICES = 8
+"""Slots of up to so many devices may leave all but one idle."""
+
+
+class Line(NamedTuple):
+    """Seconds as base + slope x bytes."""
+
+    base: float
+    slope: float
+
+    @classmethod
+    def through(cls, x: Number, y: Number, x2: Number, y2: Number) -> Line:
+        """Through two points."""
+        slope = (y2 - y) / (x2 - x)
+        return cls(float(y - slope * x), float(slope))
+
+    def __call__(self, num_bytes: Any) -> Any:
+        """Seconds of so many bytes, or of a matrix of them."""
+        return self.base + self.slope * num_bytes
 
 
 class Table:
@@ -59,9 +83,10 @@ class Table:
         (self.work, *self.repeat), (self.work_s, *self.again_s) = pricer.seconds(
             group.name, way.axes, rows, load.splits
         )
-        self.slope, self.base = pricer.end_of_step(group.name, way.axes)
+        self.end, self.update = pricer.end_of_step(group.name, way.axes)
         size = DTYPE_BYTES[group.dtype] / 4
         self.local_rows = -(-rows // (axes.get("dp", 1) * fsdp))
+        self.size = size
         self.per_row = self.local_rows * size / tp
         self.shards = fsdp * tp
         copied = size if size < 1 or fsdp > 1 else 0.0
@@ -80,21 +105,34 @@ class Table:
             self.state = on_device / self.shards
         memory = group.memory_bytes
         self.capacity = INF if memory is None else float(memory)
+        self.kept = functools.cache(self._kept)
+
+    @functools.cached_property
+    def fixed(self) -> np.ndarray:
+        """Bytes of what stays, and of boundary values that wait."""
+        p, load = self.pricer, self.load
+        static = p.param_bytes * self.static + p.state_bytes * self.state
+        waiting = p.crossing * self.local_rows
+        static += waiting[:, None] * ((load.ahead + 1) * load.input_size)
+        static += waiting[None, :] * (load.cotangents * self.size)
+        return static
+
+    @functools.cached_property
+    def workspace(self) -> np.ndarray:
+        """Bytes while a task runs."""
+        p = self.pricer
+        params = p.param_bytes
+        other = np.maximum(p.temporaries * self.per_row, params / self.shards)
+        if self.passing:
+            other += params * self.passing + p.full_bytes * (2 * self.per_row)
+        return other
 
     @functools.cached_property
     def room(self) -> np.ndarray:
         """Bytes that a stage's kept activations may take."""
-        p, load = self.pricer, self.load
-        params = p.param_bytes
-        static = params * self.static + p.state_bytes * self.state
-        waiting = p.crossing * (self.local_rows * p.widest)
-        static += waiting[:, None] * (load.ahead + 1) + waiting[None, :] * load.cotangents
-        other = np.maximum(p.temporaries * self.per_row, params / self.shards)
-        if self.passing:
-            other += params * self.passing + p.full_bytes * (2 * self.per_row)
-        return (self.capacity - other) / load.share - static
+        return (self.capacity - self.workspace) / self.load.share - self.fixed
 
-    def kept(self, policy: int) -> np.ndarray:
+    def _kept(self, policy: int) -> np.ndarray:
         """Bytes of the activations that are kept at once under a policy."""
         return self.pricer.kept_bytes[policy] * (self.per_row * self.load.in_flight)
 
@@ -121,32 +159,17 @@ class Table:
     @functools.cached_property
     def price(self) -> np.ndarray:
         """Seconds a microbatch, with the end of the step shared out; infinite where memory is too small."""
-        step = (self.base + self.slope * self.pricer.param_bytes) / self.load.num_microbatches
-        return self.work_s + self.repeat_s + step
+        return self.work_s + self.repeat_s + self.end_s / self.load.num_microbatches
 
-    def remat(self, a: int, b: int) -> tuple[str, ...]:
-        """The policy of each segment: as few segments one policy on as fit."""
-        policies = self.pricer.policies
-        if self.load.passing:
-            return ("offloaded",) * (b - a)
-        room = float(self.room[a, b])
-        scale = self.per_row * self.load.in_flight
-        kept = [np.diff(self.pricer.kept[p][a : b + 1]) * scale for p in policies]
-        i = next((i for i, k in enumerate(kept) if k.sum() <= room), len(kept) - 1)
-        if i == 0:
-            return (policies[0],) * (b - a)
-        # Segment by segment to the next policy, those first that free the most for the time.
-        freed = kept[i - 1] - kept[i]
-        paid = np.diff(self.repeat[i][a : b + 1]) - np.diff(self.repeat[i - 1][a : b + 1])
-        over = float(kept[i - 1].sum()) - room
-        chosen = [policies[i - 1]] * (b - a)
-        order = sorted(range(b - a), key=lambda j: (paid[j] / freed[j] if freed[j] > 0 else INF, j))
-        for j in order:
-            if over <= 0:
-                break
-            chosen[j] = policies[i]
-            over -= float(freed[j])
-        return tuple(chosen)
+    @functools.cached_property
+    def end_s(self) -> np.ndarray:
+        """Seconds at the end of the step: what is gathered, reduced and updated."""
+        return self.end(self.pricer.param_bytes)
+
+    def by_policy(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes kept of one part and seconds repeated, by segment of a run and policy."""
+        kept = np.array([np.diff(self.pricer.kept[p][a : b + 1]) for p in self.pricer.policies])
+        return kept.T * self.per_row, np.array([np.diff(r[a : b + 1]) for r in self.repeat]).T
 
     @functools.cached_property
     def over_bytes(self) -> np.ndarray:
@@ -200,8 +223,6 @@ class Pricer:
         self.temporaries = np.zeros((n + 1, n + 1))
         for start in range(n):
             self.temporaries[start, start + 1 :] = np.maximum.accumulate(single[start:])
-        # Boundary values have their producer's dtype, which can be that of any group.
-        self.widest = max(DTYPE_BYTES[g.dtype] for g in cluster.groups) / 4
         self.skips = any(edge.consumer - edge.producer > 1 for edge in program.edges())
         self.crossing = np.zeros(n + 1)
         for edge in program.edges():
@@ -238,10 +259,11 @@ class Pricer:
             host = min(len(slot.devices), group.devices_per_host or len(slot.devices))
             tp = 2
             while tp <= min(host, 8):
-                if len(slot.devices) % tp == 0:
-                    width = self.used_devices(Slot(slot.group, slot.devices[::tp]), rows)
-                    options.append((("fsdp", width), ("tp", tp)))
+                width = self.used_devices(Slot(slot.group, slot.devices[: len(slot.devices) // tp]), rows)
+                options.append((("fsdp", width), ("tp", tp)))
                 tp *= 2
+            if 1 < n <= FEW_DEVICES:  # where the gradients' sum takes longer than the other devices save
+                options.append((("dp", 1),))
         found = tuple(Way(axes, r) for r in residencies for axes in options)
         return (*found, Way((("fsdp", n),), "sharded")) if load.team_devices else found
 
@@ -264,18 +286,16 @@ class Pricer:
         prefixes = [_prefix(c) for c in columns]
         return prefixes, [between(p) for p in prefixes]
 
-    def _end_of_step(self, group_name: str, axes: tuple[tuple[str, int], ...]) -> tuple[float, float]:
-        """Gather, reduction and update of parameters: seconds a byte, and seconds besides."""
+    def _end_of_step(self, group_name: str, axes: tuple[tuple[str, int], ...]) -> tuple[Line, Line]:
+        """Gather, reduction and update together, and the update: seconds by bytes of parameters."""
         group, sizes, costs = self.groups[group_name], dict(axes), self.costs
         total = float(self.params[-1]) or 1.0
-        half, whole = (
-            costs.gather_s(p, group, sizes)
-            + costs.reduce_s(p, group, sizes)
-            + costs.update_s(p, group, sizes)
-            for p in (total / 2, total)
+        gather, reduce, update = (
+            Line.through(total / 2, f(total / 2, group, sizes), total, f(total, group, sizes))
+            for f in (costs.gather_s, costs.reduce_s, costs.update_s)
         )
-        slope = (whole - half) / (total / 2)
-        return float(slope), float(whole - slope * total)
+        both = Line(gather.base + reduce.base + update.base, gather.slope + reduce.slope + update.slope)
+        return both, update
 
     def _tables(self, slot_group: str, num_devices: int, load: Load) -> list[Table]:
         slot = Slot(slot_group, tuple(range(num_devices)))
@@ -293,7 +313,7 @@ class Member:
     """One slot of one stage: the best way for each run of segments."""
 
     def __init__(self, pricer: Pricer, slot: Slot, load: Load) -> None:
-        self.slot, self.load = slot, load
+        self.slot, self.load, self.pricer = slot, load, pricer
         self.tables = pricer.tables(slot.group, len(slot.devices), load)
         self.never = pricer.never(slot.group)
 
@@ -303,11 +323,10 @@ class Member:
         best = functools.reduce(np.minimum, [table.price for table in self.tables])
         return np.where(self.never, INF, best)
 
-    def run(self, a: int, b: int) -> Run:
-        """The best way in full; of ways alike, the first."""
-        table = min(self.tables, key=lambda table: float(table.price[a, b]))
+    def run(self, table: Table, policies: tuple[str, ...]) -> Run:
+        """One of the ways in full."""
         used = math.prod(size for _, size in table.way.axes)
-        return Run(self.slot, used, table.way, self.load.rows, self.load.splits, table.remat(a, b))
+        return Run(self.slot, used, table.way, self.load.rows, self.load.splits, policies)
 
     @functools.cached_property
     def over_bytes(self) -> np.ndarray:

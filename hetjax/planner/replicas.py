@@ -101,7 +101,8 @@ def combined(search: Search, blocks: Sequence[Sequence[str]], num_microbatches: 
         fits = [(layout, cut) for _, _, layout, cut in inner.ranked() if set(layout.groups) == set(block)]
         if not fits:
             return None
-        chosen.append(fits[0])
+        layout, cut = fits[0]
+        chosen.append((layout, inner.stages.cut_at(layout, cut.bounds) or cut))
     ends = sorted({b for _, cut in chosen for b in cut.bounds})
     stages = []
     for start, stop in zip(ends, ends[1:], strict=False):

@@ -7,6 +7,7 @@ stage over all) are always among them, so that "don't pipeline" can win.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -16,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hetjax.cluster import Cluster
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
-from hetjax.devices import Number
+from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
 from hetjax.memory import share_state
 from hetjax.plan import SCHEDULES, Member, Plan, Stage
-from hetjax.planner import refusal, replicas
+from hetjax.planner import exhaustive, refusal, replicas
 from hetjax.planner.coarse import Shape, shapes
 from hetjax.planner.explain import Candidate, predictions
 from hetjax.planner.layout import Cut, Layout, Slot, Team
@@ -34,11 +35,23 @@ from hetjax.workload import timed
 NUM_SHAPES = 5
 """Shapes of each set of groups and number of repeats that are cut."""
 
+NUM_ALONE = 12
+"""The same of a group alone."""
+
+NUM_SURE = 3
+"""Layouts that are cut of every set of groups."""
+
 NUM_CUT = 100
 """Layouts of several groups that are cut for each number of repeats before the small changes begin."""
 
 WORTH = 1.25
 """Layouts whose formula gives more than this times the shortest estimate are not looked at."""
+
+NUM_PART = 6
+"""The same of one of several pipelines."""
+
+CLOSE = 1.4
+"""Layouts whose estimate is more than this times the shortest simulated time are not simulated."""
 
 WORTH_SHOWING = 1.03
 """Plans whose tasks alone take longer than this times the best are not simulated to the end."""
@@ -46,8 +59,11 @@ WORTH_SHOWING = 1.03
 ALIKE = 1.005
 """Of plans whose predicted times are within this factor, the one with the fewest stages is taken."""
 
-MAX_TASKS = 400_000
+MAX_TASKS = 100_000
 """Tasks simulated in one search, in all: a bound on its time that does not depend on the machine."""
+
+LEAST_TASKS = 200
+"""What a plan counts besides its own tasks."""
 
 REMAT = ("none", "dots", "full")
 """Remat policies that the planner chooses from, the cheapest in time first."""
@@ -212,18 +228,21 @@ class Search:
         first = [item for item in ranked if item[2] in alone.values()]
         shortest = math.inf
         for estimate, _, layout, cut in [*first, *ranked]:
-            # The formula may be wrong by some percent: everything near the best is simulated.
+            # The formula may be wrong: everything near the best is simulated, and of small plans more.
             if layout not in alone.values() and (
-                estimate > 1.08 * shortest or self.tasks_left < MAX_TASKS / 2
+                estimate > CLOSE * shortest or self.tasks_left < MAX_TASKS / 2
             ):
                 continue
-            candidate = self.simulate(layout, cut.bounds, cut)
+            if cut.lower_s > WORTH_SHOWING * shortest and layout not in alone.values():
+                continue
+            candidate = self.simulate(layout, cut.bounds)
             if candidate is not None:
                 shortest = min(shortest, candidate.simulation.step_time_s)
         if not self.found:
             for layout in refusal.rescue(self):
                 self.simulate_first(layout)
         self.improve()
+        exhaustive.improve(self)
         result = list(self.found.values())
         if self.shared and result:
             best = min(result, key=lambda c: c.rank)
@@ -253,21 +272,25 @@ class Search:
     def simulate_first(self, layout: Layout) -> Candidate | None:
         """Cut and simulate a layout."""
         cut = self.stages.cut(layout)
-        return None if cut is None else self.simulate(layout, cut.bounds, cut)
+        return None if cut is None else self.simulate(layout, cut.bounds)
 
     # ---- layouts ----
 
     def ranked(self) -> list[tuple[float, int, Layout, Cut]]:
         """Layouts that fit, with their exact cuts, by estimate."""
         result: list[tuple[float, int, Layout, Cut]] = []
-        shortest, left = math.inf, dict.fromkeys(range(9), NUM_CUT)
+        shortest, left = math.inf, dict.fromkeys(range(9), NUM_PART if self.whole_sets else NUM_CUT)
+        seen: collections.Counter[frozenset[str]] = collections.Counter()
         for number, (score, layout) in enumerate(self.layouts()):
-            lone = len(layout.groups) == 1
+            # Of every set of groups some are looked at, whatever the formula says.
+            names = frozenset(layout.groups)
+            lone = len(names) == 1 or seen[names] < NUM_SURE
             if not lone and (score > WORTH * shortest or not left[layout.repeats]):
                 continue
             cut = self.stages.cut(layout)
             left[layout.repeats] -= not lone
             if cut is not None:
+                seen[names] += 1
                 shortest = min(shortest, cut.estimate_s)
                 result.append((cut.estimate_s, number, layout, cut))
         return sorted(result, key=lambda item: item[:2])
@@ -278,15 +301,28 @@ class Search:
         sets = [tuple(self.names)] if self.whole_sets else subsets(self.cluster, self.names)
         for names in sets:
             lone = len(names) == 1
-            best = shapes(self.pricer, names, self.counts, self.repeats(), 2 if lone else NUM_SHAPES)
+            keep = 2 if self.whole_sets else NUM_ALONE if lone else NUM_SHAPES
+            best = shapes(self.pricer, names, self.counts, self.repeats(), keep)
             for rank, shape in enumerate(best):
                 for order in orders(self.cluster, names, thorough=rank % NUM_SHAPES < 2):
+                    link_s = self.links_s(shape, order)
                     for layout in self.layouts_of(shape, order):
-                        found.setdefault(layout, shape.score_s)
+                        found.setdefault(layout, max(shape.score_s, link_s))
         if self.shared:
             for layout, score in self.shared_layouts():
                 found.setdefault(layout, score)
         return [(score, layout) for layout, score in sorted(found.items(), key=lambda item: item[1])]
+
+    def links_s(self, shape: Shape, order: Sequence[str]) -> float:
+        """Seconds for which the busiest link between two groups of an order is busy, at the thinnest cuts."""
+        crossing = self.pricer.crossing[1:-1].min(initial=math.inf) * self.program.global_batch
+        if len(order) == 1 or not math.isfinite(crossing):
+            return 0.0
+        longest = 0.0
+        for a, b in itertools.pairwise(order):
+            size = min(DTYPE_BYTES[self.cluster.group(name).dtype] for name in (a, b)) / 4
+            longest = max(longest, self.cluster.link(a, b).occupied_s(float(crossing * size)))
+        return longest * shape.repeats
 
     def repeats(self) -> tuple[int, ...]:
         """How many stages a slot may run."""
@@ -343,26 +379,51 @@ class Search:
 
     # ---- candidates ----
 
-    def simulate(self, layout: Layout, bounds: tuple[int, ...], cut: Cut | None = None) -> Candidate | None:
+    def simulate(self, layout: Layout, bounds: tuple[int, ...]) -> Candidate | None:
         """Simulate a layout with given boundaries, once."""
         key = layout, bounds
         if key in self.tried:
             return self.found.get(key)
-        num_tasks = 2 * len(layout.teams) * layout.num_microbatches
+        num_tasks = LEAST_TASKS + 2 * len(layout.teams) * layout.num_microbatches
         if self.found and (num_tasks > self.tasks_left or self.out_of_time):
             return None
         self.tried.add(key)
-        cut = cut or self.stages.cut_at(layout, bounds)
+        cut = self.stages.cut_at(layout, bounds)
         if cut is None:
             return None
         self.tasks_left -= num_tasks
         bound = math.inf
         if self.found and len(layout.groups) > 1:
             bound = self.worth * min(c.simulation.step_time_s for c in self.found.values())
-        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), bound)
+        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), bound - cut.update_s)
         if candidate is not None:
             self.found[key] = candidate
         return candidate
+
+    def try_cut(self, layout: Layout, bounds: tuple[int, ...]) -> int | None:
+        """Simulate a layout with given boundaries as far as it may be the fastest.
+
+        Returns:
+            The tasks that it took; None where memory is too small.
+        """
+        key = layout, bounds
+        if key in self.tried:
+            return 0
+        self.tried.add(key)
+        cut = self.stages.cut_at(layout, bounds)
+        if cut is None:
+            return None
+        if cut.lower_s >= self.shortest_s:
+            return LEAST_TASKS // 20
+        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), self.shortest_s - cut.update_s)
+        if candidate is not None:
+            self.found[key] = candidate
+        return LEAST_TASKS + 2 * len(layout.teams) * layout.num_microbatches
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest step found."""
+        return min((float(c.simulation.step_time_s) for c in self.found.values()), default=math.inf)
 
     def evaluate(self, label: str, plan: Plan, worse_than_s: Number = math.inf) -> Candidate | None:
         """Simulate a plan; None where it does not fit, or where its tasks alone take longer than a bound."""
@@ -446,7 +507,7 @@ class Search:
         """Layouts and boundaries one small change away."""
         for other in self.similar(layout):
             cut = self.stages.cut(other)
-            if cut is not None and cut.estimate_s < 1.15 * best.simulation.step_time_s:
+            if cut is not None and cut.lower_s < best.simulation.step_time_s:
                 yield other, cut.bounds
         moves = []
         for j in range(1, len(bounds) - 1):

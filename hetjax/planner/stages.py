@@ -7,14 +7,18 @@ it, and the shortest period for which that reaches the end is found by bisection
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hetjax.cluster import Link
 from hetjax.devices import DTYPE_BYTES, Number
-from hetjax.graph import in_flight_bounds
-from hetjax.planner.layout import Cut, Layout, Run, Team
+from hetjax.graph import Bounds, in_flight_bounds
+from hetjax.plan import WEIGHT_SHARE
+from hetjax.planner.lanes import best_lane, rough_lane
+from hetjax.planner.layout import Cut, Layout, Run, Slot, Team
 from hetjax.planner.pricer import INF, Load, Member, Pricer
 from hetjax.planner.rows import share_rows
 
@@ -42,8 +46,18 @@ class Stages:
     def __init__(self, pricer: Pricer, *, sharded: bool = False) -> None:
         self.pricer, self.sharded = pricer, sharded
         self.n = pricer.num_segments
+        self.limits = functools.lru_cache(maxsize=1024)(self._limits)
+        self.link = functools.lru_cache(maxsize=20_000)(self._link)
         self.shares = functools.lru_cache(maxsize=4096)(self._shares)
         self.members = functools.lru_cache(maxsize=20_000)(Member)
+
+    def _limits(self, layout: Layout) -> Bounds:
+        """What the schedule promises of a layout."""
+        M = layout.num_microbatches
+        return in_flight_bounds(layout.schedule, layout.graph(self.pricer.program.global_batch // M), M)
+
+    def _link(self, a: Slot, b: Slot) -> Link:
+        return self.pricer.cluster.link_between(a.group, a.devices, b.group, b.devices)
 
     def _shares(self, team: Team, rows: int) -> tuple[int, ...] | None:
         if len(team) == 1:
@@ -58,7 +72,7 @@ class Stages:
         """The members of each stage; None where a team cannot share the rows."""
         pricer, M = self.pricer, layout.num_microbatches
         rows = pricer.program.global_batch // M
-        in_flight = in_flight_bounds(layout.schedule, layout.graph(rows), M).stage
+        in_flight = self.limits(layout).stage
         result = []
         mirrored = layout.schedule in ("gpipe", "ministage")
         for j, team in enumerate(layout.teams):
@@ -73,12 +87,14 @@ class Stages:
             # Where the state may be divided among the team: over how many devices.
             devices = sum(len(slot.devices) for slot in team) if self.sharded and len(team) > 1 else 0
             splits = layout.num_splits(j)
+            before = layout.teams[j - 1] if j else ()
+            size = max((DTYPE_BYTES[pricer.groups[slot.group].dtype] / 4 for slot in before), default=1.0)
             result.append(
                 tuple(
                     self.members(
                         pricer,
                         slot,
-                        Load(own, M, in_flight[j], ahead, cotangents, share, passing, splits, devices),
+                        Load(own, M, in_flight[j], ahead, cotangents, share, passing, splits, devices, size),
                     )
                     for slot, own in zip(team, shares, strict=True)
                 )
@@ -90,7 +106,7 @@ class Stages:
         if j + 1 == len(layout.teams) or layout.teams[j] == layout.teams[j + 1]:
             return 0.0
         a, b = layout.teams[j][0], layout.teams[j + 1][0]
-        link = self.pricer.cluster.link_between(a.group, a.devices, b.group, b.devices)
+        link = self.link(a, b)
         rows = self.pricer.program.global_batch // layout.num_microbatches
         size = DTYPE_BYTES[self.pricer.groups[a.group].dtype] / 4
         return link.transfer_s(self.pricer.crossing[cut] * rows * size)
@@ -108,7 +124,7 @@ class Stages:
             bounds = self.balanced(layout, price)
         else:
             _, bounds = self.shortest(price)
-        return None if bounds is None else self.finish(layout, members, bounds)
+        return None if bounds is None else self.finish(layout, members, bounds, exactly=False)
 
     def balanced(self, layout: Layout, price: Sequence[Price]) -> tuple[int, ...] | None:
         """Boundaries with the shortest longest sum over a team's stages, and stages of a team alike."""
@@ -167,36 +183,89 @@ class Stages:
     def cut_at(self, layout: Layout, bounds: Sequence[int]) -> Cut | None:
         """Given boundaries with the best way to run each stage, or None where one does not fit."""
         members = self.stages(layout)
-        if members is None:
-            return None
-        for stage, a, b in zip(members, bounds, bounds[1:], strict=False):
-            if any(m.price[a, b] == INF for m in stage):
-                return None
-        return self.finish(layout, members, tuple(bounds))
+        return None if members is None else self.finish(layout, members, tuple(bounds))
 
-    def finish(self, layout: Layout, members: Sequence[tuple[Member, ...]], bounds: tuple[int, ...]) -> Cut:
-        """Runs and estimate of given boundaries."""
-        periods = [
-            max(float(m.price[a, b]) for m in stage)
-            for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
-        ]
+    def finish(
+        self,
+        layout: Layout,
+        members: Sequence[tuple[Member, ...]],
+        bounds: tuple[int, ...],
+        *,
+        exactly: bool = True,
+    ) -> Cut | None:
+        """Each slot's best way for all its stages, and the estimate of given boundaries; None: does not fit.
 
-        def runs() -> tuple[tuple[Run, ...], ...]:
-            return tuple(
-                tuple(m.run(a, b) for m in stage)
-                for stage, a, b in zip(members, bounds, bounds[1:], strict=False)
+        Unless `exactly` is asked for, recompute is shared out without regard to whole segments, where memory
+        suffices stage by stage, and no policies are chosen.
+        """
+        n, J = len(layout.row), len(members)
+        periods, ends, reductions = [0.0] * J, [0.0] * J, [0.0] * J
+        update_s = 0.0
+        runs: list[list[Run]] = [[] for _ in members]
+        limits = self.limits(layout).lane
+        for i, team in enumerate(layout.row):
+            own = range(i, J, n)
+            spans = [(bounds[j], bounds[j + 1]) for j in own]
+            for k in range(len(team)):
+                lane = [members[j][k] for j in own]
+                best = None if exactly else rough_lane(lane, spans)
+                best = best or best_lane(lane, spans, limits[i])
+                if best is None:
+                    return None
+                ways, seconds, end, update, policies = best
+                update_s = max(update_s, sum(update))
+                for x, j in enumerate(own):
+                    periods[j] = max(periods[j], seconds[x])
+                    ends[j] = max(ends[j], end[x])
+                    reductions[j] = max(reductions[j], end[x] - update[x])
+                    if policies:
+                        runs[j].append(lane[x].run(lane[x].tables[ways[x]], policies[x]))
+        transfers = [self.transfer_s(layout, j, bounds[j + 1]) for j in range(len(periods))]
+        estimate = self.estimate_s(layout, periods, ends, transfers, bounds)
+        lower = update_s + self.lower_s(layout, periods, reductions, transfers)
+        return Cut(bounds, tuple(map(tuple, runs)), float(estimate), float(lower), update_s)
+
+    def lower_s(
+        self, layout: Layout, periods: Sequence[Number], ends: Sequence[Number], transfers: Sequence[Number]
+    ) -> Number:
+        """A step does not take less: each team's way to its first stage and back, its own work, and, for each
+        stage, as many ways to the end and back, one after another, as its bound on microbatches asks for."""
+        M, n = layout.num_microbatches, len(layout.row)
+        limits = self.limits(layout).unit
+        # Of a split backward, part of each period has no place on the way.
+        passing = 1.0 if layout.backward == "whole" else 1 - WEIGHT_SHARE
+        there = list(
+            itertools.accumulate(
+                (
+                    passing * p / layout.num_splits(j) + 2 * t
+                    for j, (p, t) in enumerate(zip(periods, transfers, strict=True))
+                ),
+                initial=0.0,
             )
+        )
+        result = 0.0
+        for j, unit in enumerate(limits):
+            own = sum(periods[j::n])
+            if j < n:
+                result = max(result, M * own + max(there[j], sum(ends[j::n])))
+            if not layout.splits:
+                result = max(result, there[j] + -(-M // unit[0]) * (there[-1] - there[j] - 2 * transfers[-1]))
+        return result
 
-        return Cut(bounds, runs, float(self.estimate_s(layout, periods, bounds)))
-
-    def estimate_s(self, layout: Layout, periods: Sequence[Number], bounds: Sequence[int]) -> Number:
+    def estimate_s(
+        self,
+        layout: Layout,
+        periods: Sequence[Number],
+        ends: Sequence[Number],
+        transfers: Sequence[Number],
+        bounds: Sequence[int],
+    ) -> Number:
         """Step time by formula.
 
         A microbatch takes at least as long as the busiest team, as the busiest link, and, by Little's law, as
         the way from a stage's forward to its backward divided by the microbatches that may be on it.
         """
         M = layout.num_microbatches
-        transfers = [self.transfer_s(layout, j, bounds[j + 1]) for j in range(len(periods))]
         by_team: dict[Team, Number] = {}
         by_channel: dict[tuple[str, str], Number] = {}
         for j, (team, period) in enumerate(zip(layout.teams, periods, strict=True)):
@@ -214,7 +283,8 @@ class Stages:
             self.exchange_s(team, float(self.pricer.params[b] - self.pricer.params[a]))
             for team, a, b in zip(layout.teams, bounds, bounds[1:], strict=False)
         )
-        return M * longest + idle + 2 * sum(transfers[: len(by_team)]) + exchange
+        end = max(sum(ends[i :: len(by_team)]) for i in range(len(by_team)))
+        return M * longest + idle + 2 * sum(transfers[: len(by_team)]) + end + exchange
 
     def exchange_s(self, team: Team, param_bytes: Number) -> Number:
         """Seconds of the gradients' way round the slots of a team, at the end of the step."""
@@ -222,14 +292,12 @@ class Stages:
         if n == 1:
             return 0.0
         pairs = [(team[i], team[(i + 1) % n]) for i in range(n)]
-        links = [self.pricer.cluster.link_between(a.group, a.devices, b.group, b.devices) for a, b in pairs]
+        links = [self.link(a, b) for a, b in pairs]
         return max(link.transfer_s(2 * (n - 1) / n * param_bytes) for link in links)
 
     def waiting_s(self, layout: Layout, periods: Sequence[Number], transfers: Sequence[Number]) -> Number:
         """Seconds a microbatch for which the bounds on what is in flight let a pipeline start another one."""
-        M = layout.num_microbatches
-        graph = layout.graph(self.pricer.program.global_batch // M)
-        limits = in_flight_bounds(layout.schedule, graph, M)
+        limits = self.limits(layout)
         ways = [0.0]
         for period, transfer in zip(reversed(periods), reversed(transfers), strict=True):
             ways.append(ways[-1] + period + 2 * transfer)
