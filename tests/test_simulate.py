@@ -4,13 +4,16 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from benchmarks.planner import simulate_time, zorse_program
 from hetjax.cluster import Cluster, Link
 from hetjax.cost import AnalyticCosts
-from hetjax.plan import Member, Plan, Stage
-from hetjax.schedule import Task, make_schedule, plan_schedule
+from hetjax.graph import StageGraph
+from hetjax.plan import SCHEDULES, Member, Plan, Stage
+from hetjax.schedule import Task, make_schedule, plan_schedule, schedule_graph
 from hetjax.simulate import play, simulate
 from hetjax.workload import Message, Workload
 from tests.fake_program import llama
+from tests.test_schedule import graphs
 
 GB = 10**9
 
@@ -215,3 +218,69 @@ def test_members_of_one_stage_exchange_their_gradients():
         (("a", "v"), params),
         (("v", "a"), params),
     ] or [(p.channel, p.num_bytes) for p in result.passages] == [(("v", "a"), params), (("a", "v"), params)]
+
+
+def starts_by_recursion(schedule, seconds, messages):
+    """Start of every F, B and W, from the definition: after its lane's task before it and all its inputs.
+
+    Each pair of members has a channel of its own, so its messages go in the order of the sender's tasks.
+    """
+    graph, start, end, free_s, before, passages = schedule.graph, {}, {}, {}, {}, []
+    arrival: dict[tuple[Task, Task], float] = {}
+    for task in (t for t in schedule.order if t.op in "FBW"):
+        unit = task.stage, task.member
+        lane = graph.lanes[task.stage][task.member]
+        inputs = [d for d in schedule.dependencies(task) if d.op in "FB"]
+        start[task] = max([before.get(lane, 0.0), *(arrival.get((d, task), end[d]) for d in inputs)])
+        end[task] = before[lane] = start[task] + seconds[task.op, *unit]
+        for other in (t for t in schedule.order if t.op == task.op in "FB"):
+            pair = unit, (other.stage, other.member)
+            if pair in messages and task in schedule.dependencies(other):
+                (p, m), (q, n) = (divmod(t.microbatch, graph.num_splits((t.stage, t.member)))[::-1]
+                                  for t in (task, other))  # fmt: skip
+                a, b, x, y = (*pair, p, q) if task.op == "F" else (*pair[::-1], q, p)
+                share = next(z for i, j, z in graph.links(a, b) if (i, j) == (x, y))
+                assert m == n
+                begin = max(end[task], free_s.get(pair, 0.0))
+                free_s[pair] = begin + messages[pair].num_bytes * share / GB
+                arrival[task, other] = free_s[pair] + messages[pair].link.latency_us * 1e-6
+                passages.append((begin, free_s[pair]))
+    return start, passages
+
+
+@hypothesis.given(st.sampled_from(SCHEDULES), graphs(), st.integers(1, 3), st.data())
+@hypothesis.settings(max_examples=80, deadline=None)
+def test_every_task_starts_once_its_lane_is_free_and_its_inputs_are_there(
+    kind, graph, num_microbatches, data
+):
+    raw, more = graph
+    graph = dataclasses.replace(StageGraph(*raw), gathers=None)
+    if kind == "interleaved":
+        graph = dataclasses.replace(graph, splits=None)
+    schedule = schedule_graph(kind, graph, num_microbatches, **more)
+    drawn = st.sampled_from([0.0, 0.5, 1.0, 1.7, 3.1])
+    # Other than what the order was made for.
+    seconds: dict[tuple[str, int, int], float] = {
+        (op, *u): data.draw(drawn) for op in "FBW" for u in graph.units()
+    }
+    link = Link(between=("a", "b"), bandwidth_gb_per_s=1.0, latency_us=data.draw(st.sampled_from([0, 4e5])))
+    pairs = [(u, v) for u in graph.units() for v in graph.consumers(*u) if data.draw(st.booleans())]
+    forward = {pair: Message(pair, link, data.draw(drawn) * GB) for pair in pairs}
+    backward = {(v, u): Message((v, u), link, data.draw(drawn) * GB) for u, v in pairs}
+    played = play(schedule, Workload(seconds, forward=forward, backward=backward))
+    expected, passages = starts_by_recursion(schedule, seconds, forward | backward)
+    assert {s.task: s.start_s for s in played.timeline if s.task.op in "FBW"} == pytest.approx(expected)
+    found = sorted((p.start_s, p.end_s) for p in played.passages)
+    assert [x for pair in found for x in pair] == pytest.approx(
+        [x for pair in sorted(passages) for x in pair]
+    )
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_the_benchmark_times_is_a_checked_plan_with_messages(kind):
+    program = zorse_program.program("7b", 4096)
+    plan = simulate_time.plan_of(program, kind, 16, 8)
+    plan.check(program)
+    result = simulate(plan, program)
+    assert len(plan.stages) == 16
+    assert len([p for p in result.passages if p.task.op in "FB"]) == 2 * 15 * 8
