@@ -482,6 +482,12 @@ def plan_for(program: Program, cluster: Cluster, config: Config, complete: Path 
     cluster, costs = with_profile(program, with_memory(cluster), config)
     told = config.plan
     if complete is not None:
+        unused = [n for n in ("pin", "exclude", "num_microbatches", "schedule", "remat") if getattr(told, n)]
+        if unused:
+            raise UserError(
+                f"--complete takes its choices from {complete}, and plan.{unused[0]} is set too. Write it "
+                "into that file, or leave it out."
+            )
         partial = choices.read_partial(complete)
         return choices.complete_plan(program, cluster, partial, costs=costs, features=told.features)
     return hetjax.make_plan(

@@ -157,7 +157,7 @@ class PlanConfig(Section):
     """
 
     num_microbatches: PositiveInt | None = None
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "ministage"] | None = None
     remat: Literal["none", "full", "dots"] | None = None
     row_split: Literal["never", "allowed"] = "allowed"
     profile: str | None = None

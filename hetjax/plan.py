@@ -348,6 +348,11 @@ def _indent_shallow(data: Any, depth: int = 0) -> str:
     return f"{brackets[0]}{body}\n{pad[2:]}{brackets[1]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `3 microbatches`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def _table(plan: Plan) -> str:
     """The plan as a text table."""
     rows = [("stage", "segments", "group", "devices", "axes", "rows", "remat")]
@@ -370,8 +375,8 @@ def _table(plan: Plan) -> str:
         f"{'stage' if len(plan.stages) == 1 else 'stages'}, schedule {plan.schedule}"
         f"{f', {plan.ahead} ahead' if plan.ahead else ''}"
         f"{', split backward' if plan.backward == 'split' else ''}, "
-        f"{plan.num_microbatches} microbatches of "
-        f"{plan.microbatch_rows} rows (global batch {plan.global_batch})"
+        f"{counted(plan.num_microbatches, 'microbatch')} of "
+        f"{counted(plan.microbatch_rows, 'row')} (global batch {plan.global_batch})"
     )
     parts = [head, "", columns(rows)]
     if "step_time_s" in plan.predicted:

@@ -225,6 +225,16 @@ class Program:
 
     # ---- tracing ----
 
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Length of a row of token numbers, an integer leaf (rows, length) of the batch; None without one."""
+        lengths = [
+            s.shape[1]
+            for s in self.batch_leaves
+            if len(s.shape) == 2 and jnp.issubdtype(s.dtype, jnp.integer)
+        ]
+        return max(lengths, default=None)
+
     def _leading_rows(self) -> int:
         sizes = {leaf.shape[0] for leaf in self.batch_leaves if leaf.shape}
         if len(sizes) != 1 or 0 in sizes:

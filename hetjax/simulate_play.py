@@ -197,6 +197,7 @@ class _Player:
         self.ungathered = {("F", *u) for u in self.passing} | {("B", *u) for u in self.twice}
         self.on_host: dict[Unit, Number] = {u: s for u, s in work.host_copy_s.items() if s > 0}
         # Of members with activations on the host: parts whose copy back is due, and what is back.
+        self.copied_out: dict[Unit, list[Number]] = {u: [] for u in self.on_host}
         self.copied_back = dict.fromkeys(self.on_host, 0)
         self.returned: set[tuple[Unit, int]] = set()
         self.reductions_left = len(units) + sum(len(work.reductions.get(u, ())) for u in units)
@@ -357,8 +358,9 @@ class _Player:
 
     def fetch(self, unit: Unit, part: int, now: Number) -> None:
         """Begin the copy back from the host of everything up to a part."""
-        last = self.schedule.num_microbatches * self.splits[unit]
-        while self.copied_back[unit] <= min(part, last - 1):
+        out = self.copied_out[unit]
+        while self.copied_back[unit] <= min(part, len(out) - 1):
+            now = max(now, out[self.copied_back[unit]])
             task = Task("B", unit[0], self.copied_back[unit], unit[1])
             start, end = self.stream(self.lane[unit], "from host", task, now, self.on_host[unit])
             self.post(end, "returned", self.lane[unit], task)
@@ -421,6 +423,7 @@ class _Player:
             self.hand_on(task, line, now)
         if op == "F" and unit in self.on_host:
             _, gone = self.stream(lane, "to host", task, now, self.on_host[unit])
+            self.copied_out[unit].append(gone)
             if unit in self.work.memory:
                 self.memory[unit].append((gone, -self.work.memory[unit].host_kept_bytes_per_part))
         if op == self.last[unit]:

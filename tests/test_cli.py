@@ -116,7 +116,7 @@ MISTAKES = {
     ),
     "wrong plan key": (
         ["plan", "gpt_tiny", "--mesh", "mesh.toml", "--set", "plan.schedule=zebra"],
-        "[plan] schedule = 'zebra' is not known. Allowed: gpipe, 1f1b, interleaved.",
+        "[plan] schedule = 'zebra' is not known. Allowed: gpipe, 1f1b, interleaved, ministage.",
     ),
     "nothing to resume": (
         ["train", "gpt_tiny", "--mesh", "mesh.toml", "--resume"],

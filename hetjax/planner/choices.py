@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -52,7 +52,7 @@ def _segments(where: str, names: Mapping[str, int], num_segments: int, text: str
     if where in names:
         return range(names[where], names[where] + 1)
     first, dash, last = where.partition("-")
-    if first.isdigit() and (last.isdigit() if dash else True):
+    if first.isdecimal() and (last.isdecimal() if dash else True):
         found = range(int(first), int(last if dash else first) + 1)
         if found and found[-1] < num_segments:
             return found
@@ -85,10 +85,10 @@ class PartialPlan(_Strict):
     """A plan with what a person has decided; the planner decides the rest."""
 
     stages: Annotated[list[PartialStage], pydantic.Field(min_length=1)]
-    num_microbatches: int | None = None
+    num_microbatches: Annotated[int, pydantic.Field(ge=1)] | None = None
     schedule: str | None = None
-    ahead: int | None = None
-    remat: str | None = None
+    ahead: Annotated[int, pydantic.Field(ge=0)] | None = None
+    remat: Literal["none", "dots", "full"] | None = None
 
 
 def read_partial(path: str | Path) -> PartialPlan:

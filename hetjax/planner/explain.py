@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hetjax.cluster import GIB
 from hetjax.cost import ProgramLike
 from hetjax.devices import Number
-from hetjax.plan import Plan
+from hetjax.plan import Plan, counted
 from hetjax.planner.limit import Limit
 from hetjax.simulate import Simulation
 
@@ -93,8 +93,3 @@ def binds(simulation: Simulation) -> str:
     if use.busy > 0.85:
         return f"compute of group {name}, busy {use.busy:.0%} of the step"
     return f"filling and draining the pipeline: even group {name} is busy only {use.busy:.0%} of the step"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 stage`, `3 microbatches`."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")

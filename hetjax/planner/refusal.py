@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 from hetjax.cluster import GIB
 from hetjax.devices import Number
 from hetjax.errors import UserError
+from hetjax.plan import counted
 from hetjax.planner.coarse import slot_counts
-from hetjax.planner.explain import counted
 from hetjax.planner.layout import Layout
+from hetjax.planner.orders import orders, subsets
 
 if TYPE_CHECKING:
     from hetjax.planner.search import Search
@@ -40,7 +41,6 @@ def closest(search: Search, names: Sequence[str]) -> tuple[Number, int, Mapping[
 
 def chains(search: Search) -> list[tuple[str, ...]]:
     """Orders of sets of groups that could form a pipeline."""
-    from hetjax.planner.search import orders, subsets  # which imports this module
 
     return [
         order

@@ -6,6 +6,8 @@ stages end wherever one of the pipelines' do, with a member of each pipeline in 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,13 +15,14 @@ from hetjax.cost import ProgramLike
 from hetjax.devices import Number
 from hetjax.plan import Member, Plan, Stage
 from hetjax.planner.layout import Cut, Layout
+from hetjax.planner.orders import near
 from hetjax.workload import timed
 
 if TYPE_CHECKING:
     from hetjax.planner.search import Search
 
 MOST_PARTITIONS = 6
-"""Ways to form pipelines that are tried: those whose gradients take the least time to exchange."""
+"""Ways to form pipelines that are tried: those that keep links busy for the least time."""
 
 
 class Part:
@@ -42,7 +45,7 @@ def replicated(search: Search, longest_s: Number, num_microbatches: int) -> Iter
 
     Args:
         search: Its program, cluster and choices.
-        longest_s: Partitions whose gradient exchange alone takes longer are left out.
+        longest_s: Partitions that keep links busy for longer are left out.
         num_microbatches: Of the best plan so far; the counts next to it are tried.
 
     Yields:
@@ -51,7 +54,8 @@ def replicated(search: Search, longest_s: Number, num_microbatches: int) -> Iter
     if search.program.rows_mode != "split" or search.schedule not in (None, "1f1b") or search.pricer.pins:
         return
     timed_partitions = sorted(
-        ((exchange_s(search, blocks), i, blocks) for i, blocks in enumerate(partitions(search.names))),
+        (exchange_s(search, blocks) + traffic_s(search, blocks), i, blocks)
+        for i, blocks in enumerate(partitions(search.names))
     )
     at = search.counts.index(num_microbatches)
     for seconds, _, blocks in timed_partitions[:MOST_PARTITIONS]:
@@ -73,6 +77,25 @@ def partitions(names: Sequence[str]) -> list[tuple[tuple[str, ...], ...]]:
             grown.append((*blocks, (name,)))
         found = grown
     return [b for b in found if len(b) > 1 and (len(names) <= 4 or len(b) == 2)]
+
+
+def traffic_s(search: Search, blocks: Sequence[Sequence[str]]) -> Number:
+    """Seconds of the boundary values within the pipelines, each along the widest links between its groups."""
+    program, crossing = search.program, search.pricer.crossing[1:-1].min(initial=math.inf)
+    if not math.isfinite(crossing):
+        return 0.0
+    longest = 0.0
+    for block in blocks:
+        num_bytes = float(crossing * program.global_batch / len(blocks))
+        along = (
+            max(
+                (search.cluster.link(a, b).occupied_s(num_bytes) for a, b in itertools.pairwise(order)),
+                default=0.0,
+            )
+            for order in (near(search.cluster, block, first) for first in block)
+        )
+        longest = max(longest, min(along))
+    return longest
 
 
 def exchange_s(search: Search, blocks: Sequence[Sequence[str]]) -> Number:
