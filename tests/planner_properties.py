@@ -1,8 +1,9 @@
 """What has to hold of the planner whatever the program and the cluster, as properties over drawn instances.
 
-`python -m tests.planner_properties [NAME ...]` tries them (all, or those named) and prints a JSON object: for
-each the message of its failure, or null. `--shrink` looks for a smaller instance that fails: minutes.
-In a process of its own the planner runs without the type checks of the test run, ten times as fast.
+`python -m tests.planner_properties [NAME ...]` tries them (all, or those named) and prints a JSON object on
+one line: for each the message of its failure, or null. `--shrink` looks for a smaller instance that fails,
+which takes minutes. In a process of its own the planner runs without the type checks of the test run, ten
+times as fast.
 """
 
 import copy
@@ -26,7 +27,7 @@ from hetjax.program import Edge
 from hetjax.simulate import simulate
 from tests.fake_program import FakeProgram, segment
 
-MOST = 12
+MOST = 8
 """Examples of each property."""
 
 KINDS = ("a100-80", "v100-16", "l4", "t4", "cpu")
@@ -305,4 +306,4 @@ if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
     wanted = [word for word in sys.argv[1:] if word in PROPERTIES] or list(PROPERTIES)
     found = outcomes(wanted, shrink="--shrink" in sys.argv, num_examples=(numbers or [MOST])[0])
-    print(json.dumps(found, indent=2))
+    print(json.dumps(found), flush=True)
