@@ -22,13 +22,15 @@ from hetjax.cost import AnalyticCosts
 from hetjax.errors import UserError
 from hetjax.plan import Plan
 from hetjax.planner import compute_limit, make_plan
-from hetjax.planner.search import ALIKE
 from hetjax.program import Edge
 from hetjax.simulate import simulate
 from tests.fake_program import FakeProgram, segment
 
 MOST = 8
 """Examples of each property."""
+
+SEARCHED = 1.005
+"""What is not found by bounds may be off by this much."""
 
 KINDS = ("a100-80", "v100-16", "l4", "t4", "cpu")
 
@@ -99,7 +101,7 @@ def never_slower(program: FakeProgram, data: dict[str, Any], better: dict[str, A
         hypothesis.reject()
     after = planned(program, better)
     # Of plans nearly as fast as the fastest the simplest is taken.
-    assert step_s(after) <= step_s(before) * ALIKE * (1 + 1e-9), (
+    assert step_s(after) <= step_s(before) * SEARCHED * (1 + 1e-9), (
         f"{step_s(after) / step_s(before):.4f} times as long on {better} as on {data}, for {program}\n"
         f"before: {told(before)}\nafter: {told(after)}"
     )
@@ -163,7 +165,7 @@ def the_order_of_groups_in_the_file_does_not_matter(program, data, random):
     before, after = planned(program, data), planned(program, turned)
     assert (before is None) == (after is None), f"{told(before)}\n{told(after)}\n{data} {turned} {program}"
     if before is not None:
-        assert 1 / ALIKE <= step_s(after) / step_s(before) <= ALIKE, (
+        assert 1 / SEARCHED <= step_s(after) / step_s(before) <= SEARCHED, (
             f"{step_s(after) / step_s(before):.4f} times as long with groups as in {turned} than in {data}, "
             f"for {program}\nbefore: {told(before)}\nafter: {told(after)}"
         )

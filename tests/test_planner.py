@@ -310,7 +310,7 @@ def test_the_planners_memory_is_that_of_the_cost_model(kind, num_devices, axis, 
     pricer = Pricer(SMALL, machines, AnalyticCosts(), (policy,))
     load = Load(8, 4, in_flight, 0, 0, 1, input_size=1.0 if kind == "cpu" else 0.5)
     table = Table(pricer, machines.group("g"), Way(((axis, num_devices),)), load)
-    matrix = table.capacity - table.room + table.kept(0)
+    matrix = table.capacity - table.room() + table.kept(0)
     for start in range(SMALL.num_segments):
         for stop in range(start + 1, SMALL.num_segments + 1):
             memory = member_memory(

@@ -20,6 +20,7 @@ import numpy as np
 
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.graph import in_flight_bounds
+from hetjax.planner.coarse import NUM_WAYS
 from hetjax.planner.layout import Layout, Slot, Team
 from hetjax.planner.pricer import Load
 
@@ -45,23 +46,26 @@ ENOUGH = 1.001
 """Only plans that are faster than the best by this factor are looked for."""
 
 
-def improve(search: Search) -> None:
+def improve(search: Search) -> bool:
     """Simulate what may be faster than the best that the search has found, if the problem is small.
 
     Args:
         search: Its candidates grow.
+
+    Returns:
+        Whether one of them is better.
     """
     num_devices = sum(search.cluster.group(name).num_devices for name in search.names)
     small = num_devices <= MOST_DEVICES and search.stages.n <= MOST_SEGMENTS
     if search.program.rows_mode == "whole" or not search.found or not small:
-        return
+        return False
     layouts = list(itertools.islice(_layouts(search), MOST_LAYOUTS + 1))
     num_cuts = sum(math.comb(search.stages.n - 1, len(layout.teams) - 1) for layout in layouts)
     if len(layouts) > MOST_LAYOUTS or num_cuts > MOST_CUTS:
-        return
+        return False
     bounds = _Bounds(search)
     queue: list[tuple[float, int, int]] = []
-    limit = search.shortest_s / ENOUGH
+    before, limit = search.shortest_s, search.shortest_s / ENOUGH
     for number, layout in enumerate(layouts):
         lower = bounds.lower_s(layout)
         queue += [(float(lower[c]), number, int(c)) for c in np.flatnonzero(lower < limit)]
@@ -69,14 +73,28 @@ def improve(search: Search) -> None:
     left = MOST_TASKS
     for lower, number, c in queue:
         if lower >= search.shortest_s / ENOUGH or left <= 0 or search.out_of_time:
-            return
+            break
         layout = layouts[number]
         cut = tuple(map(int, _cuts(search.stages.n, len(layout.teams))[c]))
-        for variant in _variants(search, layout):
-            tasks = search.try_cut(variant, cut)
-            if tasks is None:  # further ahead takes more memory
-                break
-            left -= tasks
+        for ways in _ways(search, layout, cut):
+            for variant in _variants(search, dataclasses.replace(layout, ways=ways)):
+                tasks = search.try_cut(variant, cut)
+                if tasks is None:  # further ahead takes more memory
+                    break
+                left -= tasks
+    return search.shortest_s < before
+
+
+def _ways(search: Search, layout: Layout, cut: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Each group in its cheapest way; and one group in another, where that lowers the bound of the step."""
+    yield ()
+    base = search.stages.cut_at(layout, cut)
+    lower = search.shortest_s if base is None else min(base.lower_s * 0.999, search.shortest_s)
+    for name in layout.groups:
+        for way in range(NUM_WAYS):
+            other = search.stages.cut_at(dataclasses.replace(layout, ways=((name, way),)), cut)
+            if other is not None and other.lower_s < lower:
+                yield ((name, way),)
 
 
 def _layouts(search: Search) -> Iterator[Layout]:
@@ -181,9 +199,9 @@ class _Bounds:
         columns = [
             (
                 t.work_s + t.again_s[0],
-                t.end_s - t.update(self.pricer.param_bytes),
+                t.end_s() - t.update(self.pricer.param_bytes),
                 t.update(self.pricer.param_bytes),
-                t.fixed + functools.reduce(np.minimum, [t.kept(p) for p in policies]),
+                t.fixed() + functools.reduce(np.minimum, [t.kept(p) for p in policies]),
             )
             for t in tables
         ]

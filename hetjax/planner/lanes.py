@@ -37,7 +37,9 @@ class Lane(NamedTuple):
         return sum(self.seconds) + sum(self.ends) / num_microbatches
 
 
-def best_lane(members: Sequence[Member], spans: Sequence[Span], lane_bound: int) -> Lane | None:
+def best_lane(
+    members: Sequence[Member], spans: Sequence[Span], lane_bound: int, way: int | None = None
+) -> Lane | None:
     """The ways in which a slot takes the least time for its stages, or None where none fits.
 
     The best way that is the same for all stages, then, stage by stage, another one where that is better.
@@ -46,17 +48,20 @@ def best_lane(members: Sequence[Member], spans: Sequence[Span], lane_bound: int)
         members: The slot in each of its stages.
         spans: Their segments.
         lane_bound: Parts of all stages that are kept at once, at most.
+        way: Only this one.
     """
     if any(m.never[span] for m, span in zip(members, spans, strict=True)):
         return None
     M = members[0].load.num_microbatches
     options = range(len(members[0].tables))
+    if way is not None:
+        return _lane(members, spans, (way,) * len(spans), lane_bound) if way in options else None
     if len(members) == 1:
         prices = [float(table.price[spans[0]]) for table in members[0].tables]
         return _lane(members, spans, (prices.index(min(prices)),), lane_bound)
     # What each way takes at least, were memory ample.
     least = [
-        [float(t.work_s[span] + t.again_s[0][span] + t.end_s[span] / M) for t in m.tables]
+        [float(t.work_s[span] + t.again_s[0][span] + t.end_s(span) / M) for t in m.tables]
         for m, span in zip(members, spans, strict=True)
     ]
     best: Lane | None = None
@@ -111,12 +116,12 @@ def _lane(
         ends.append(float(t.end(num_bytes)))
         updates.append(float(t.update(num_bytes)))
     if tables[0].load.passing:
-        if any(t.room[span] < 0 for t, span in pairs):
+        if any(t.room(span) < 0 for t, span in pairs):
             return None
         steps = [s + float(t.again_s[-1][span]) for s, (t, span) in zip(steps, pairs, strict=True)]
         return Lane(ways, steps, ends, updates, [("offloaded",) * (b - a) for a, b in spans])
     room = _room(pairs)
-    if sum(float(t.kept(0)[span]) for t, span in pairs) <= room:
+    if sum(float(t.kept(0, span)) for t, span in pairs) <= room:
         steps = [s + float(t.again_s[0][span]) for s, (t, span) in zip(steps, pairs, strict=True)]
         return Lane(ways, steps, ends, updates, [(pricer.policies[0],) * (b - a) for a, b in spans])
     kept, again = zip(*(t.by_policy(*span) for t, span in pairs), strict=True)
@@ -130,5 +135,5 @@ def _lane(
 
 def _room(pairs: Sequence[tuple[Table, Span]]) -> Number:
     """Bytes that the activations of all stages may take."""
-    workspace = max(float(t.workspace[span]) for t, span in pairs)
-    return pairs[0][0].capacity - workspace - sum(float(t.fixed[span]) for t, span in pairs)
+    workspace = max(float(t.workspace(span)) for t, span in pairs)
+    return pairs[0][0].capacity - workspace - sum(float(t.fixed(span)) for t, span in pairs)

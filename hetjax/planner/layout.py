@@ -49,6 +49,7 @@ class Layout:
         ahead: As in `plan.Plan`.
         backward: As in `plan.Plan`.
         splits: Parts in which each team of the row runs its rows of a microbatch; empty means one each.
+        ways: Groups that run in a given way, and its number in `Pricer.ways`; the others in their cheapest.
     """
 
     teams: tuple[Team, ...]
@@ -57,6 +58,7 @@ class Layout:
     ahead: int = 0
     backward: str = "whole"
     splits: tuple[int, ...] = ()
+    ways: tuple[tuple[str, int], ...] = ()
 
     def num_splits(self, stage: int) -> int:
         """Parts in which a stage runs its rows of a microbatch."""

@@ -21,6 +21,9 @@ from hetjax.planner.layout import Run, Slot, Way
 
 INF = float("inf")
 
+EVERY = (slice(None), slice(None))
+"""All runs of segments: prices and bytes as matrices over start and stop. (start, stop) asks for one run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Load:
@@ -105,52 +108,49 @@ class Table:
             self.state = on_device / self.shards
         memory = group.memory_bytes
         self.capacity = INF if memory is None else float(memory)
-        self.kept = functools.cache(self._kept)
 
-    @functools.cached_property
-    def fixed(self) -> np.ndarray:
+    def fixed(self, at: Any = EVERY) -> Any:
         """Bytes of what stays, and of boundary values that wait."""
-        p, load = self.pricer, self.load
-        static = p.param_bytes * self.static + p.state_bytes * self.state
-        waiting = p.crossing * self.local_rows
-        static += waiting[:, None] * ((load.ahead + 1) * load.input_size)
-        static += waiting[None, :] * (load.cotangents * self.size)
-        return static
+        p, load, rows = self.pricer, self.load, self.local_rows
+        waiting = p.crossing_in[at] * (rows * (load.ahead + 1) * load.input_size)
+        waiting = waiting + p.crossing_out[at] * (rows * load.cotangents * self.size)
+        return p.param_bytes[at] * self.static + p.state_bytes[at] * self.state + waiting
 
-    @functools.cached_property
-    def workspace(self) -> np.ndarray:
+    def workspace(self, at: Any = EVERY) -> Any:
         """Bytes while a task runs."""
-        p = self.pricer
-        params = p.param_bytes
-        other = np.maximum(p.temporaries * self.per_row, params / self.shards)
+        p, params = self.pricer, self.pricer.param_bytes[at]
+        other = np.maximum(p.temporaries[at] * self.per_row, params / self.shards)
         if self.passing:
-            other += params * self.passing + p.full_bytes * (2 * self.per_row)
+            other = other + params * self.passing + p.full_bytes[at] * (2 * self.per_row)
         return other
 
-    @functools.cached_property
-    def room(self) -> np.ndarray:
+    def room(self, at: Any = EVERY) -> Any:
         """Bytes that a stage's kept activations may take."""
-        return (self.capacity - self.workspace) / self.load.share - self.fixed
+        return (self.capacity - self.workspace(at)) / self.load.share - self.fixed(at)
 
-    def _kept(self, policy: int) -> np.ndarray:
+    def kept(self, policy: int, at: Any = EVERY) -> Any:
         """Bytes of the activations that are kept at once under a policy."""
-        return self.pricer.kept_bytes[policy] * (self.per_row * self.load.in_flight)
+        return self.pricer.kept_bytes[policy][at] * (self.per_row * self.load.in_flight)
 
-    @functools.cached_property
+    def end_s(self, at: Any = EVERY) -> Any:
+        """Seconds at the end of the step: what is gathered, reduced and updated."""
+        return self.end(self.pricer.param_bytes[at])
+
     def repeat_s(self) -> np.ndarray:
         """Recompute that brings the kept activations to what fits: part of the segments one policy on."""
+        room = self.room()
         if self.load.passing:
-            return np.where(self.room >= 0, self.again_s[-1], INF)
+            return np.where(room >= 0, self.again_s[-1], INF)
         before_bytes, before_s = self.kept(0), self.again_s[0]
-        open_runs = (before_bytes > self.room) & _upper(len(before_bytes))
+        open_runs = (before_bytes > room) & _upper(len(before_bytes))
         result = np.where(open_runs, INF, before_s)
         for i in range(1, len(self.again_s)):
             if not open_runs.any():
                 break
             num_bytes, seconds = self.kept(i), self.again_s[i]
-            fits = open_runs & (num_bytes <= self.room)
+            fits = open_runs & (num_bytes <= room)
             freed = np.maximum(before_bytes - num_bytes, 1e-9)
-            part = np.clip((before_bytes - self.room) / freed, 0.0, 1.0)
+            part = np.clip((before_bytes - room) / freed, 0.0, 1.0)
             result = np.where(fits, before_s + (seconds - before_s) * part, result)
             open_runs &= ~fits
             before_bytes, before_s = num_bytes, seconds
@@ -159,25 +159,19 @@ class Table:
     @functools.cached_property
     def price(self) -> np.ndarray:
         """Seconds a microbatch, with the end of the step shared out; infinite where memory is too small."""
-        return self.work_s + self.repeat_s + self.end_s / self.load.num_microbatches
-
-    @functools.cached_property
-    def end_s(self) -> np.ndarray:
-        """Seconds at the end of the step: what is gathered, reduced and updated."""
-        return self.end(self.pricer.param_bytes)
+        return self.work_s + self.repeat_s() + self.end_s() / self.load.num_microbatches
 
     def by_policy(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes kept of one part and seconds repeated, by segment of a run and policy."""
         kept = np.array([np.diff(self.pricer.kept[p][a : b + 1]) for p in self.pricer.policies])
         return kept.T * self.per_row, np.array([np.diff(r[a : b + 1]) for r in self.repeat]).T
 
-    @functools.cached_property
     def over_bytes(self) -> np.ndarray:
         """Bytes too many with the most frugal policy; negative where it fits."""
         if self.load.passing:
-            return -self.room * self.load.share
+            return -self.room() * self.load.share
         least = functools.reduce(np.minimum, [self.kept(i) for i in range(len(self.pricer.policies))])
-        return (least - self.room) * self.load.share
+        return (least - self.room()) * self.load.share
 
 
 class Pricer:
@@ -227,10 +221,14 @@ class Pricer:
         self.crossing = np.zeros(n + 1)
         for edge in program.edges():
             self.crossing[edge.producer + 1 : edge.consumer + 1] += edge.bytes_per_row
-        self.seconds = functools.lru_cache(maxsize=20_000)(self._seconds)
+        self.seconds = functools.lru_cache(maxsize=500)(self._seconds)
         self.never = functools.cache(self._never)
         self.end_of_step = functools.lru_cache(maxsize=20_000)(self._end_of_step)
-        self.tables = functools.lru_cache(maxsize=20_000)(self._tables)
+        shape = self.param_bytes.shape
+        self.crossing_in = np.broadcast_to(self.crossing[:, None], shape)
+        self.crossing_out = np.broadcast_to(self.crossing[None, :], shape)
+        # A matrix of a model of many segments takes 100 kB and more.
+        self.tables = functools.lru_cache(maxsize=2_000)(self._tables)
         self.model_s = functools.lru_cache(maxsize=20_000)(self._model_s)
 
     def _never(self, group_name: str) -> np.ndarray:
@@ -331,7 +329,7 @@ class Member:
     @functools.cached_property
     def over_bytes(self) -> np.ndarray:
         """Bytes too many in the most frugal way; negative where it fits."""
-        least = functools.reduce(np.minimum, [table.over_bytes for table in self.tables])
+        least = functools.reduce(np.minimum, [table.over_bytes() for table in self.tables])
         return np.where(self.never, INF, least)
 
 

@@ -20,10 +20,13 @@ the other" would be a plan that sends nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy import optimize, sparse
@@ -277,13 +280,14 @@ class Relaxation:
         n = len(self.upper)
         target = np.zeros(n)
         target[self.step] = 1.0
-        solved = optimize.milp(
-            target,
-            integrality=np.array(self.is_integer),
-            bounds=optimize.Bounds(0, np.array(self.upper)),
-            constraints=self.rows.constraint(n),
-            options={"node_limit": MAX_NODES, "mip_rel_gap": 1e-6},
-        )
+        with _nothing_on_stdout():
+            solved = optimize.milp(
+                target,
+                integrality=np.array(self.is_integer),
+                bounds=optimize.Bounds(0, np.array(self.upper)),
+                constraints=self.rows.constraint(n),
+                options={"node_limit": MAX_NODES, "mip_rel_gap": 1e-6},
+            )
         if solved.status == 2:
             return math.inf
         bound = solved.mip_dual_bound
@@ -425,3 +429,17 @@ def bounds(program: ProgramLike, cluster: Cluster, kinds: Kinds, unit_s: float) 
         name: Relaxation(program, cluster, kinds, unit_s=unit_s, resident=resident).solve()
         for name, resident in (("any", False), ("resident", True))
     }
+
+
+@contextlib.contextmanager
+def _nothing_on_stdout() -> Iterator[None]:
+    """HiGHS writes some messages past Python and its own option: a plan as JSON goes the same way."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -49,7 +49,7 @@ class Stages:
         self.limits = functools.lru_cache(maxsize=1024)(self._limits)
         self.link = functools.lru_cache(maxsize=20_000)(self._link)
         self.shares = functools.lru_cache(maxsize=4096)(self._shares)
-        self.members = functools.lru_cache(maxsize=20_000)(Member)
+        self.members = functools.lru_cache(maxsize=2_000)(Member)
 
     def _limits(self, layout: Layout) -> Bounds:
         """What the schedule promises of a layout."""
@@ -200,36 +200,46 @@ class Stages:
         """
         n, J = len(layout.row), len(members)
         periods, ends, reductions = [0.0] * J, [0.0] * J, [0.0] * J
-        update_s = 0.0
+        shortest, update_s = [INF] * J, 0.0
         runs: list[list[Run]] = [[] for _ in members]
-        limits = self.limits(layout).lane
+        limits, forced = self.limits(layout).lane, dict(layout.ways)
         for i, team in enumerate(layout.row):
             own = range(i, J, n)
             spans = [(bounds[j], bounds[j + 1]) for j in own]
             for k in range(len(team)):
                 lane = [members[j][k] for j in own]
-                best = None if exactly else rough_lane(lane, spans)
-                best = best or best_lane(lane, spans, limits[i])
+                way = forced.get(team[k].group)
+                best = None if exactly or way is not None else rough_lane(lane, spans)
+                best = best or best_lane(lane, spans, limits[i], way)
                 if best is None:
                     return None
                 ways, seconds, end, update, policies = best
                 update_s = max(update_s, sum(update))
                 for x, j in enumerate(own):
                     periods[j] = max(periods[j], seconds[x])
+                    shortest[j] = min(shortest[j], seconds[x])
                     ends[j] = max(ends[j], end[x])
                     reductions[j] = max(reductions[j], end[x] - update[x])
                     if policies:
                         runs[j].append(lane[x].run(lane[x].tables[ways[x]], policies[x]))
         transfers = [self.transfer_s(layout, j, bounds[j + 1]) for j in range(len(periods))]
         estimate = self.estimate_s(layout, periods, ends, transfers, bounds)
-        lower = update_s + self.lower_s(layout, periods, reductions, transfers)
+        lower = update_s + self.lower_s(layout, periods, shortest, reductions, transfers)
         return Cut(bounds, tuple(map(tuple, runs)), float(estimate), float(lower), update_s)
 
     def lower_s(
-        self, layout: Layout, periods: Sequence[Number], ends: Sequence[Number], transfers: Sequence[Number]
+        self,
+        layout: Layout,
+        periods: Sequence[Number],
+        shortest: Sequence[Number],
+        ends: Sequence[Number],
+        transfers: Sequence[Number],
     ) -> Number:
-        """A step does not take less: each team's way to its first stage and back, its own work, and, for each
-        stage, as many ways to the end and back, one after another, as its bound on microbatches asks for."""
+        """A step does not take less.
+
+        Each team's way to its first stage and back, and its own work; and, for each stage, as many ways to the
+        end and back, one after another, as its bound on microbatches asks for. Ways are of the fastest slots.
+        """
         M, n = layout.num_microbatches, len(layout.row)
         limits = self.limits(layout).unit
         # Of a split backward, part of each period has no place on the way.
@@ -238,7 +248,7 @@ class Stages:
             itertools.accumulate(
                 (
                     passing * p / layout.num_splits(j) + 2 * t
-                    for j, (p, t) in enumerate(zip(periods, transfers, strict=True))
+                    for j, (p, t) in enumerate(zip(shortest, transfers, strict=True))
                 ),
                 initial=0.0,
             )
