@@ -390,6 +390,8 @@ def _prediction_lines(plan: Plan) -> list[str]:
     line = f"Predicted: {_seconds(predicted['step_time_s'])} a step"
     if "rows_per_s" in predicted:
         line += f", {predicted['rows_per_s']:.4g} rows/s"
+    if "tokens_per_s" in predicted:
+        line += f", {predicted['tokens_per_s']:,.0f} tokens/s"
     if "limit" in predicted and "efficiency" in predicted:
         limit = _seconds(predicted["limit"]["step_time_s"])
         line += f"; limit {limit}, efficiency {predicted['efficiency']:.2f}"

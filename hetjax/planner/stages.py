@@ -237,8 +237,8 @@ class Stages:
     ) -> Number:
         """A step does not take less.
 
-        Each team's way to its first stage and back, and its own work; and, for each stage, as many ways to the
-        end and back, one after another, as its bound on microbatches asks for. Ways are of the fastest slots.
+        Each team's way to its first stage and back, and its own work; and, for each stage, as many ways to
+        the end and back, one after another, as its bound on microbatches asks for; ways of the fastest slots.
         """
         M, n = layout.num_microbatches, len(layout.row)
         limits = self.limits(layout).unit
