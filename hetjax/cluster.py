@@ -65,8 +65,9 @@ class Link(_Frozen):
         return slow + (fast - slow) * math.log(num_bytes / low) / math.log(high / low)
 
     def occupied_s(self, num_bytes: devices.Number) -> float:
-        """Seconds for which a message keeps the link from others."""
-        return num_bytes / (self.rate_gb_per_s(num_bytes) * 1e9)
+        """Seconds for which a message keeps the link from others; never less than for a smaller one."""
+        smaller = (size / (rate * 1e9) for size, rate in self.curve if size <= num_bytes)
+        return max(num_bytes / (self.rate_gb_per_s(num_bytes) * 1e9), max(smaller, default=0.0))
 
     def transfer_s(self, num_bytes: devices.Number) -> float:
         """Seconds that `num_bytes` take over the idle link."""
