@@ -221,14 +221,14 @@ class Pricer:
         self.crossing = np.zeros(n + 1)
         for edge in program.edges():
             self.crossing[edge.producer + 1 : edge.consumer + 1] += edge.bytes_per_row
-        self.seconds = functools.lru_cache(maxsize=500)(self._seconds)
+        self.seconds = functools.lru_cache(maxsize=2_000)(self._seconds)
         self.never = functools.cache(self._never)
         self.end_of_step = functools.lru_cache(maxsize=20_000)(self._end_of_step)
         shape = self.param_bytes.shape
         self.crossing_in = np.broadcast_to(self.crossing[:, None], shape)
         self.crossing_out = np.broadcast_to(self.crossing[None, :], shape)
         # A matrix of a model of many segments takes 100 kB and more.
-        self.tables = functools.lru_cache(maxsize=2_000)(self._tables)
+        self.tables = functools.lru_cache(maxsize=6_000)(self._tables)
         self.model_s = functools.lru_cache(maxsize=20_000)(self._model_s)
 
     def _never(self, group_name: str) -> np.ndarray:

@@ -42,8 +42,9 @@ NUM_ALONE = 8
 NUM_SURE = 2
 """Layouts that are cut of every set of groups."""
 
-NUM_CUT = 40
-"""Layouts of several groups that are cut for each number of repeats before the small changes begin."""
+NUM_CUT = 100
+"""Layouts of several groups that are cut for each number of repeats; fewer of few
+devices."""
 
 WORTH = 1.25
 """Layouts whose formula gives more than this times the shortest estimate are not looked at."""
@@ -60,7 +61,7 @@ WORTH_SHOWING = 1.03
 ALIKE = 1.000001
 """Of plans whose predicted times are within this factor, the one with the fewest stages is taken."""
 
-MAX_TASKS = 70_000
+MAX_TASKS = 100_000
 """Tasks simulated in one search, in all: a bound on its time that does not depend on the machine."""
 
 LEAST_TASKS = 200
@@ -286,7 +287,9 @@ class Search:
     def ranked(self) -> list[tuple[float, int, Layout, Cut]]:
         """Layouts that fit, with their exact cuts, by estimate."""
         result: list[tuple[float, int, Layout, Cut]] = []
-        shortest, left = math.inf, dict.fromkeys(range(9), NUM_PART if self.whole_sets else NUM_CUT)
+        num_devices = sum(self.cluster.group(name).num_devices for name in self.names)
+        most = NUM_PART if self.whole_sets else min(NUM_CUT, 20 + 2 * num_devices)
+        shortest, left = math.inf, dict.fromkeys(range(9), most)
         seen: collections.Counter[frozenset[str]] = collections.Counter()
         for number, (score, layout) in enumerate(self.layouts()):
             # Of every set of groups some are looked at, whatever the formula says.
