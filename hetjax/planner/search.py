@@ -61,7 +61,7 @@ WORTH_SHOWING = 1.03
 ALIKE = 1.000001
 """Of plans whose predicted times are within this factor, the one with the fewest stages is taken."""
 
-MAX_TASKS = 100_000
+MAX_TASKS = 200_000
 """Tasks simulated in one search, in all: a bound on its time that does not depend on the machine."""
 
 LEAST_TASKS = 200
