@@ -39,6 +39,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.planner import sailor_data
+from benchmarks.planner.chain_program import ChainProgram
 from hetjax.cluster import Cluster, DefaultLink, Group, Link
 from hetjax.cost import SegmentLike
 from hetjax.devices import Number
@@ -275,7 +276,7 @@ class Case:
     """A measured plan as hetjax plays it."""
 
     plan: Plan
-    program: sailor_data.SailorProgram
+    program: ChainProgram
     costs: MeasuredCosts
 
 

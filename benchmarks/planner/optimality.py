@@ -19,7 +19,6 @@ plain answers is faster than the planner's), `infeasible` (nothing fits, and the
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -33,41 +32,18 @@ import numpy as np
 import typer
 
 from benchmarks.planner.brute_force import Layout, Space
+from benchmarks.planner.chain_program import ChainProgram
 from hetjax.cluster import Cluster
 from hetjax.cost import AnalyticCosts
 from hetjax.errors import UserError
 from hetjax.plan import Plan
 from hetjax.planner import make_plan
-from hetjax.program import Edge, SegmentInfo
+from hetjax.program import SegmentInfo
 
 KINDS = ("h100-80", "a100-80", "v100-16", "a10g", "l4", "t4", "p40", "rtx3090", "tpu-v3", "cpu")
 
 NUM_RANDOM = 100
 """Random plans of each instance."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """A program that is a chain of segments; a `ProgramLike`."""
-
-    parts: tuple[SegmentInfo, ...]
-    global_batch: int
-    fingerprint: str = "chain"
-    rows_mode: str = "split"
-    tied: tuple[tuple[int, int, float], ...] = ()
-
-    @property
-    def num_segments(self) -> int:
-        """How many."""
-        return len(self.parts)
-
-    def segments(self) -> list[SegmentInfo]:
-        """In model order."""
-        return list(self.parts)
-
-    def edges(self) -> list[Edge]:
-        """From each segment to the next."""
-        return [Edge(p.index, p.index + 1, p.boundary_bytes_per_row) for p in self.parts[:-1]]
 
 
 def segment(index: int, name: str, params: float, flops: float, boundary: float, kept: float) -> SegmentInfo:
@@ -76,7 +52,7 @@ def segment(index: int, name: str, params: float, flops: float, boundary: float,
     return SegmentInfo(index, name, name, int(params), 4 * int(params), flops, boundary, activations)
 
 
-def chain(draw: random.Random, num_segments: int) -> Chain:
+def chain(draw: random.Random, num_segments: int) -> ChainProgram:
     """A model: Llama-like, its layers whole or halved, or segments at random."""
     hidden, seq = draw.choice((512, 1024, 2048)), draw.choice((128, 512, 2048))
     boundary = 4.0 * seq * hidden
@@ -105,10 +81,10 @@ def chain(draw: random.Random, num_segments: int) -> Chain:
             )
         else:
             parts.append(segment(i, "mlp", 8 * hidden**2, 16.0 * hidden**2 * seq, boundary, 11 * boundary))
-    return Chain(tuple(parts), draw.choice((4, 6, 8, 12, 16)))
+    return ChainProgram(tuple(parts), draw.choice((4, 6, 8, 12, 16)))
 
 
-def instance(seed: int, index: int) -> tuple[Chain, Cluster]:
+def instance(seed: int, index: int) -> tuple[ChainProgram, Cluster]:
     """The instance of a number; the same for the same seed."""
     draw = random.Random(f"{seed}/{index}")
     num_groups = draw.choice((1, 2, 2, 2, 3, 3, 4))
@@ -149,7 +125,7 @@ def instance(seed: int, index: int) -> tuple[Chain, Cluster]:
 # ---- plain answers ----
 
 
-def alone(program: Chain, cluster: Cluster) -> Iterator[tuple[str, Plan]]:
+def alone(program: ChainProgram, cluster: Cluster) -> Iterator[tuple[str, Plan]]:
     """Each group alone, as the planner plans it."""
     names = [g.name for g in cluster.groups]
     for name in names if len(names) > 1 else ():

@@ -28,13 +28,14 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.planner.chain_program import ChainProgram
 from hetjax import profile_formats
 from hetjax.cluster import Cluster, Curve, Group, Link
 from hetjax.cost import Costs, ProgramLike
 from hetjax.errors import UserError
 from hetjax.plan import Plan
 from hetjax.profile import Entry, Profile, ProfiledCosts, read_json
-from hetjax.program import Edge, SegmentInfo
+from hetjax.program import SegmentInfo
 from hetjax.workload import workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,54 +65,12 @@ LAYER_PARAMS_PER_WIDTH_SQUARED = 12
 # ---- models ----
 
 
-@dataclasses.dataclass(frozen=True)
-class SailorProgram:
-    """A model of Sailor's as planner and simulator see it, one segment a layer; a `ProgramLike`.
-
-    Attributes:
-        model: Name in `llm_info.json`.
-        parts: Its layers.
-        global_batch: Rows of one step.
-        moves: Whether boundary values cost time on the links; False where the costs of the tasks hold it.
-        rows_mode: As in `ProgramLike`.
-        tied: Nothing: the profile has the head's weights apart from the embedding's.
-    """
-
-    model: str
-    parts: tuple[SegmentInfo, ...]
-    global_batch: int
-    moves: bool = True
-    rows_mode: str = "split"
-    tied: tuple[tuple[int, int, float], ...] = ()
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the structure."""
-        return f"sailor-{self.model}"
-
-    @property
-    def num_segments(self) -> int:
-        """How many layers, embedding and head among them."""
-        return len(self.parts)
-
-    def segments(self) -> list[SegmentInfo]:
-        """In model order."""
-        return list(self.parts)
-
-    def edges(self) -> list[Edge]:
-        """From each layer to the next."""
-        return [
-            Edge(s.index, s.index + 1, s.boundary_bytes_per_row if self.moves else 0.0)
-            for s in self.parts[:-1]
-        ]
-
-
 def model_sizes(data: Path = DATA) -> Mapping[str, Any]:
     """By model, tp and layer: parameters and activations."""
     return read_json(data / "llm_info.json", "Sailor's table of models")
 
 
-def program(model: str = MODEL, global_batch: int = GLOBAL_BATCH, *, data: Path = DATA) -> SailorProgram:
+def program(model: str = MODEL, global_batch: int = GLOBAL_BATCH, *, data: Path = DATA) -> ChainProgram:
     """A model of Sailor's.
 
     Raises:
@@ -149,7 +108,7 @@ def program(model: str = MODEL, global_batch: int = GLOBAL_BATCH, *, data: Path 
                 activation_bytes_per_row=kept,
             )
         )
-    return SailorProgram(model, tuple(parts), global_batch)
+    return ChainProgram(tuple(parts), global_batch, f"sailor-{model}")
 
 
 # ---- times ----

@@ -78,7 +78,7 @@ def improve(search: Search) -> bool:
         cut = tuple(map(int, _cuts(search.stages.n, len(layout.teams))[c]))
         for ways in _ways(search, layout, cut):
             for variant in _variants(search, dataclasses.replace(layout, ways=ways)):
-                tasks = search.try_cut(variant, cut)
+                tasks = search.try_cut(variant, cut, search.shortest_s)
                 if tasks is None:  # further ahead takes more memory
                     break
                 left -= tasks

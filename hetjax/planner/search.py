@@ -21,8 +21,8 @@ from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
 from hetjax.memory import share_state
 from hetjax.plan import SCHEDULES, Member, Plan, Stage
-from hetjax.planner import exhaustive, refusal, replicas
-from hetjax.planner.coarse import NUM_WAYS, Shape, shapes
+from hetjax.planner import exhaustive, moves, refusal, replicas
+from hetjax.planner.coarse import Shape, shapes
 from hetjax.planner.explain import Candidate, predictions
 from hetjax.planner.layout import Cut, Layout, Slot, Team
 from hetjax.planner.limit import compute_limit
@@ -397,21 +397,15 @@ class Search:
         num_tasks = LEAST_TASKS + 2 * len(layout.teams) * layout.num_microbatches
         if self.found and (num_tasks > self.tasks_left or self.out_of_time):
             return None
-        self.tried.add(key)
-        cut = self.stages.cut_at(layout, bounds)
-        if cut is None:
-            return None
-        self.tasks_left -= num_tasks
         bound = math.inf
         if self.found and len(layout.groups) > 1:
-            bound = self.worth * min(c.simulation.step_time_s for c in self.found.values())
-        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), bound - cut.update_s)
-        if candidate is not None:
-            self.found[key] = candidate
-        return candidate
+            bound = self.worth * self.shortest_s
+        if self.try_cut(layout, bounds, bound) is not None:
+            self.tasks_left -= num_tasks
+        return self.found.get(key)
 
-    def try_cut(self, layout: Layout, bounds: tuple[int, ...]) -> int | None:
-        """Simulate a layout with given boundaries as far as it may be the fastest.
+    def try_cut(self, layout: Layout, bounds: tuple[int, ...], shorter_than_s: float) -> int | None:
+        """Simulate a layout with given boundaries as far as its step may be shorter than a bound.
 
         Returns:
             The tasks that it took; None where memory is too small.
@@ -423,9 +417,9 @@ class Search:
         cut = self.stages.cut_at(layout, bounds)
         if cut is None:
             return None
-        if cut.lower_s >= self.shortest_s:
+        if cut.lower_s >= shorter_than_s:
             return LEAST_TASKS // 20
-        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), self.shortest_s - cut.update_s)
+        candidate = self.evaluate(layout.label, self.plan_of(layout, cut), shorter_than_s - cut.update_s)
         if candidate is not None:
             self.found[key] = candidate
         return LEAST_TASKS + 2 * len(layout.teams) * layout.num_microbatches
@@ -504,112 +498,9 @@ class Search:
         self.worth = 1.0
         while self.found and not self.out_of_time:
             key, best = min(self.found.items(), key=lambda item: item[1].rank)
-            for layout, bounds in self.neighbours(*key, best):
+            for layout, bounds in moves.neighbours(self, *key, best):
                 better = self.simulate(layout, bounds)
                 if better is not None and better.rank < best.rank:
                     break
             else:
                 return
-
-    def neighbours(
-        self, layout: Layout, bounds: tuple[int, ...], best: Candidate
-    ) -> Iterator[tuple[Layout, tuple[int, ...]]]:
-        """Layouts and boundaries one small change away."""
-        for other in self.similar(layout):
-            cut = self.stages.cut(other)
-            if cut is not None and cut.lower_s < best.simulation.step_time_s:
-                yield other, cut.bounds
-        moves = []
-        for j in range(1, len(bounds) - 1):
-            for step in (1, -1):
-                moved = (*bounds[:j], bounds[j] + step, *bounds[j + 1 :])
-                if all(a < b for a, b in itertools.pairwise(moved)):
-                    moves.append(moved)
-        # Off the busiest stages first.
-        self.random.shuffle(moves)
-        seconds = [
-            max(m.seconds[0] + m.seconds[1] for m in stage.members if m.seconds) for stage in best.plan.stages
-        ]
-        moves.sort(key=lambda moved: -self.relief(bounds, moved, seconds))
-        for moved in moves:
-            yield layout, moved
-        # What is cheapest for a slot need not be for the step: the end of the first stage is waited for.
-        for name in layout.groups:
-            for way in range(NUM_WAYS):
-                ways = {**dict(layout.ways), name: way}
-                yield dataclasses.replace(layout, ways=tuple(sorted(ways.items()))), bounds
-
-    def relief(self, bounds: Sequence[int], moved: Sequence[int], seconds: Sequence[Number]) -> Number:
-        """How much busier the stage is that loses a segment than the one that gains it."""
-        j = next(j for j, (a, b) in enumerate(zip(bounds, moved, strict=True)) if a != b)
-        loser, gainer = (j, j - 1) if moved[j] > bounds[j] else (j - 1, j)
-        return seconds[loser] - seconds[gainer]
-
-    def similar(self, layout: Layout) -> Iterator[Layout]:
-        """Other microbatch counts, schedules, orders and slot sizes."""
-        at = self.counts.index(layout.num_microbatches)
-        for M in self.counts[max(at - 1, 0) : at + 2]:
-            yield dataclasses.replace(layout, num_microbatches=M)
-        row, v = layout.row, layout.repeats
-        if layout.schedule in ("1f1b", "interleaved") and len(row) > 1:
-            for ahead in {layout.ahead // 2, layout.ahead - 1, layout.ahead + 1, layout.ahead + 3}:
-                if ahead >= 0 and ahead != layout.ahead:
-                    yield dataclasses.replace(layout, ahead=ahead)
-            for backward in self.backwards:
-                yield dataclasses.replace(layout, backward=backward)
-        if self.schedule is None and len(row) > 1:
-            yield Layout(row, layout.num_microbatches, "gpipe")
-            yield dataclasses.replace(layout, teams=row, schedule="1f1b")
-            for other in (v - 1, v + 1):
-                if 2 <= other <= 6 and other * len(row) <= self.program.num_segments:
-                    yield dataclasses.replace(layout, teams=row * other, schedule="interleaved")
-        for i in range(len(row) - 1):
-            if row[i][0].group != row[i + 1][0].group:
-                swapped = (*row[:i], row[i + 1], row[i], *row[i + 2 :])
-                yield dataclasses.replace(layout, teams=swapped * v)
-        if self.program.rows_mode == "whole":
-            return
-        if self.features == "all" and layout.schedule == "1f1b" and len(row) > 1:
-            rows = self.program.global_batch // layout.num_microbatches
-            for i in range(len(row)):
-                now = layout.splits or (1,) * len(row)
-                for part in {now[i] * 2, now[i] // 2} - {0}:
-                    if rows % part == 0:
-                        yield dataclasses.replace(layout, splits=(*now[:i], part, *now[i + 1 :]))
-        if any(s > 1 for s in layout.splits):
-            return
-        layout = dataclasses.replace(layout, splits=())
-        yield from self.resized(layout)
-        if self.shared:
-            yield from self.merged(layout)
-
-    def resized(self, layout: Layout) -> Iterator[Layout]:
-        """One group cut into another number of slots."""
-        row, v = layout.row, layout.repeats
-        if any(len(team) > 1 for team in row):
-            return
-        for name in layout.groups:
-            places = [i for i, team in enumerate(row) if team[0].group == name]
-            if places != list(range(places[0], places[-1] + 1)):
-                continue
-            n = self.cluster.group(name).num_devices
-            divisors = [d for d in range(1, n + 1) if n % d == 0]
-            at = divisors.index(len(places)) if len(places) in divisors else 0
-            for count in divisors[max(at - 1, 0) : at + 2]:
-                slots = tuple((slot,) for slot in self.slots(name, count))
-                teams = (*row[: places[0]], *slots, *row[places[-1] + 1 :])
-                if count != len(places) and len(teams) * v <= self.program.num_segments:
-                    yield dataclasses.replace(layout, teams=teams * v)
-
-    def merged(self, layout: Layout) -> Iterator[Layout]:
-        """Two neighbouring stages as one that shares its rows, and the other way round."""
-        row, v = layout.row, layout.repeats
-        for i in range(len(row) - 1):
-            if row[i][0].group != row[i + 1][0].group:
-                teams = (*row[:i], (*row[i], *row[i + 1]), *row[i + 2 :])
-                yield dataclasses.replace(layout, teams=teams * v, schedule=layout.schedule)
-        for i, team in enumerate(row):
-            for j in range(1, len(team)):
-                teams = (*row[:i], team[:j], team[j:], *row[i + 1 :])
-                if len(teams) * v <= self.program.num_segments:
-                    yield dataclasses.replace(layout, teams=teams * v)
