@@ -284,7 +284,8 @@ class Plan:
 
     def weight_share(self, member: Member) -> Number:
         """Share of a member's backward that is a task of its own, were all its segments alike."""
-        if self.backward != "split" or member.comes_and_goes or not member.remat:
+        mirrored = self.schedule in ("gpipe", "ministage")
+        if self.backward != "split" or (member.comes_and_goes and mirrored) or not member.remat:
             return 0.0
         return WEIGHT_SHARE * member.remat.count("none") / len(member.remat)
 

@@ -389,7 +389,7 @@ class _Player:
         if task.op == "B" and task.microbatch == 0:
             self.memory[unit].append((start, memory.accumulator_bytes))
         last = task.microbatch == total - 1
-        if last and (task.op == "B" or (task.op == "F" and unit in self.twice)):
+        if last and (task.op == self.last[unit] or (task.op == "F" and unit in self.twice)):
             self.memory[unit].append((end, -memory.copy_bytes))
 
     def hand_on(self, task: Task, line: _Line, now: Number) -> None:

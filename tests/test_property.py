@@ -114,14 +114,17 @@ def draw_axes(draw: Any, devices: int, rows: int, named: bool) -> tuple[dict[str
 
 
 def draw_members(
-    draw: Any, sizes: tuple[int, ...], rows: int, count: int, case: zoo.Specimen
+    draw: Any, sizes: tuple[int, ...], rows: int, count: int, fuse: int, case: zoo.Specimen
 ) -> tuple[Member, ...]:
-    """One member, or two unlike ones that share the rows unevenly."""
+    """One member, or two unlike ones that share the rows unevenly; two policies where nothing is fused."""
     remat = st.sampled_from(["none", "full", "dots", "everything_saveable"])
 
     def member(group: int, start: int, stop: int) -> Member:
         axes, used = draw_axes(draw, sizes[group], stop - start, case.named)
-        return Member(f"g{group}", tuple(range(used)), axes, (start, stop), (draw(remat),) * count)
+        one = draw(remat)
+        two = draw(remat) if fuse == 1 < count else one
+        policies = (one,) * (count - count // 2) + (two,) * (count // 2)
+        return Member(f"g{group}", tuple(range(used)), axes, (start, stop), policies)
 
     first = draw(st.integers(0, len(sizes) - 1))
     if len(sizes) > 1 and rows > 1 and draw(st.booleans()):
@@ -154,10 +157,11 @@ def draw_plan(draw: Any, name: str, low: str | None = None) -> Plan:
             remat = (draw(st.sampled_from(["none", "full", "dots"])),) * (stop - start)
             members = (Member(f"g{group}", tuple(range(equal[1])), equal[0], (0, rows), remat),)
         else:
-            members = draw_members(draw, sizes, rows, stop - start, case)
+            members = draw_members(draw, sizes, rows, stop - start, fuse, case)
         stages.append(Stage((start, stop), members, fuse))
     kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
-    return Plan(cluster, program.fingerprint, count, zoo.ROWS, microbatches, kind, tuple(stages))
+    ahead = draw(st.integers(0, 3))
+    return Plan(cluster, program.fingerprint, count, zoo.ROWS, microbatches, kind, tuple(stages), ahead=ahead)
 
 
 def check_plan(name: str, plan: Plan, tolerance: float, *, steps: bool) -> None:

@@ -20,8 +20,9 @@ from hetjax.devices import DTYPE_BYTES
 from hetjax.memory import ADAM_BYTES_PER_PARAM
 from hetjax.planner.pricer import INF, Load, Pricer
 
-NUM_WAYS = 6
-"""Ways to run on a slot that the formula looks at: `dp`, `fsdp`, tensor parallel, one device."""
+NUM_WAYS = 12
+"""Ways to run on a slot that the formula looks at: `dp`, `fsdp`, tensor parallel, one device, each
+also with its state in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,14 +33,20 @@ MOST_DEVICES = 12
 MOST_SEGMENTS = 12
 """The same."""
 
-MOST_LAYOUTS = 4000
+MOST_LAYOUTS = 6000
 """Teams x numbers of microbatches x repeats: with more of them the list is not made."""
 
 MOST_CUTS = 400_000
 """Layouts x cuts: the same."""
 
-MOST_TASKS = 40_000
-"""Tasks simulated, in all."""
+MOST_TASKS = 100_000
+"""Tasks simulated, likely ones and others."""
+
+CUT_TASKS = 40
+"""Tasks that are simulated in the time in which a cut is priced."""
+
+MOST_ESTIMATES = 2000
+"""Cuts that the formula is asked about."""
 
 ENOUGH = 1.001
 """Only plans that are faster than the best by this factor are looked for."""
@@ -70,31 +76,82 @@ def improve(search: Search) -> bool:
         lower = bounds.lower_s(layout)
         queue += [(float(lower[c]), number, int(c)) for c in np.flatnonzero(lower < limit)]
     queue.sort()
-    left = MOST_TASKS
-    for lower, number, c in queue:
-        if lower >= search.shortest_s / ENOUGH or left <= 0 or search.out_of_time:
-            break
-        layout = layouts[number]
-        cut = tuple(map(int, _cuts(search.stages.n, len(layout.teams))[c]))
-        for ways in _ways(search, layout, cut):
-            for variant in _variants(search, dataclasses.replace(layout, ways=ways)):
-                tasks = search.try_cut(variant, cut, search.shortest_s)
-                if tasks is None:  # further ahead takes more memory
-                    break
-                left -= tasks
+    entries = [
+        (lower, layouts[number], tuple(map(int, _cuts(search.stages.n, len(layouts[number].teams))[c])))
+        for lower, number, c in queue
+    ]
+    # First the likeliest by the formula, so that the bounds leave out more of what follows.
+    ordered = _by_estimate(search, entries)
+    for variants, cut_tasks in ((_likely, 0), (_all, CUT_TASKS)):
+        left = MOST_TASKS
+        for lower, layout, cut in ordered:
+            if left <= 0 or search.out_of_time:
+                break
+            if lower < search.shortest_s / ENOUGH:
+                left -= sum(_tried(search, some, cut) for some in variants(search, layout, cut))
+                left -= cut_tasks * NUM_WAYS * sum(map(len, layout.teams))
     return search.shortest_s < before
 
 
-def _ways(search: Search, layout: Layout, cut: tuple[int, ...]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Each group in its cheapest way; and one group in another, where that lowers the bound of the step."""
-    yield ()
+Entry = tuple[float, Layout, tuple[int, ...]]
+"""A bound from below, a layout and a cut."""
+
+
+def _by_estimate(search: Search, entries: Sequence[Entry]) -> list[Entry]:
+    """The first of the entries, in the order of the formula's times."""
+    found = []
+    for number, entry in enumerate(entries[:MOST_ESTIMATES]):
+        cut = search.stages.cut_at(*entry[1:])
+        if cut is not None:
+            found.append((cut.estimate_s, number))
+    return [entries[number] for _, number in sorted(found)]
+
+
+def _tried(search: Search, variants: Iterator[Layout], cut: tuple[int, ...]) -> int:
+    """Simulate variants until memory is too small, which further ahead take more of; the tasks it took."""
+    total = 0
+    for variant in variants:
+        tasks = search.try_cut(variant, cut, search.shortest_s)
+        if tasks is None:
+            break
+        total += tasks
+    return total
+
+
+def _likely(search: Search, layout: Layout, cut: tuple[int, ...]) -> Iterator[Iterator[Layout]]:
+    """Not ahead at all, as far as fills the way to the end, as far as can be, and `gpipe`."""
+    variants = list(_variants(search, layout))
+    yield iter(variants[:1])
+    yield iter(variants[2:3] or variants[1:2])
+    yield iter(variants[-2:-1])
+    yield iter(variants[-1:])
+
+
+def _all(search: Search, layout: Layout, cut: tuple[int, ...]) -> Iterator[Iterator[Layout]]:
+    """Every way with all that can be ahead."""
+    for way in _ways(search, layout, cut):
+        yield _variants(search, way)
+
+
+def _ways(search: Search, layout: Layout, cut: tuple[int, ...]) -> Iterator[Layout]:
+    """Each slot in its cheapest way; then others for one slot after another, as that lowers the bound."""
+    yield layout
     base = search.stages.cut_at(layout, cut)
     lower = search.shortest_s if base is None else min(base.lower_s * 0.999, search.shortest_s)
-    for name in layout.groups:
-        for way in range(NUM_WAYS):
-            other = search.stages.cut_at(dataclasses.replace(layout, ways=((name, way),)), cut)
-            if other is not None and other.lower_s < lower:
-                yield ((name, way),)
+    slots = [(j, k) for j, team in enumerate(layout.teams) for k in range(len(team))]
+    while True:
+        found: list[tuple[float, Layout]] = []
+        for j, k in slots:
+            for way in range(NUM_WAYS):
+                other = layout.with_way(j, k, way)
+                at = search.stages.cut_at(other, cut)
+                if at is not None and at.lower_s < lower:
+                    found.append((at.lower_s, other))
+        if not found:
+            return
+        found.sort(key=lambda item: item[0])
+        yield from (other for _, other in found)
+        lower, layout = found[0][0] * 0.999, found[0][1]
 
 
 def _layouts(search: Search) -> Iterator[Layout]:

@@ -38,7 +38,7 @@ class Lane(NamedTuple):
 
 
 def best_lane(
-    members: Sequence[Member], spans: Sequence[Span], lane_bound: int, way: int | None = None
+    members: Sequence[Member], spans: Sequence[Span], lane_bound: int, given: Sequence[int | None]
 ) -> Lane | None:
     """The ways in which a slot takes the least time for its stages, or None where none fits.
 
@@ -48,15 +48,15 @@ def best_lane(
         members: The slot in each of its stages.
         spans: Their segments.
         lane_bound: Parts of all stages that are kept at once, at most.
-        way: Only this one.
+        given: For each stage its way, or None where it may be any.
     """
     if any(m.never[span] for m, span in zip(members, spans, strict=True)):
         return None
     M = members[0].load.num_microbatches
     options = range(len(members[0].tables))
-    if way is not None:
-        return _lane(members, spans, (way,) * len(spans), lane_bound) if way in options else None
-    if len(members) == 1:
+    if any(way is not None and way not in options for way in given):
+        return None
+    if len(members) == 1 and given[0] is None:
         prices = [float(table.price[spans[0]]) for table in members[0].tables]
         return _lane(members, spans, (prices.index(min(prices)),), lane_bound)
     # What each way takes at least, were memory ample.
@@ -65,10 +65,10 @@ def best_lane(
         for m, span in zip(members, spans, strict=True)
     ]
     best: Lane | None = None
-    for way in options:
-        if best is None or sum(own[way] for own in least) < best.total_s(M):
-            best = _shorter(best, _lane(members, spans, (way,) * len(spans), lane_bound), M)
-    for stage in range(len(spans) if best else 0):
+    for ways in dict.fromkeys(tuple(c if way is None else way for way in given) for c in options):
+        if best is None or sum(own[w] for own, w in zip(least, ways, strict=True)) < best.total_s(M):
+            best = _shorter(best, _lane(members, spans, ways, lane_bound), M)
+    for stage in [s for s, way in enumerate(given) if way is None] if best else ():
         for way in options:
             assert best is not None, "the loop is empty then"
             if least[stage][way] < best.seconds[stage] + best.ends[stage] / M:

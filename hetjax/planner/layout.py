@@ -49,7 +49,8 @@ class Layout:
         ahead: As in `plan.Plan`.
         backward: As in `plan.Plan`.
         splits: Parts in which each team of the row runs its rows of a microbatch; empty means one each.
-        ways: Groups that run in a given way, and its number in `Pricer.ways`; the others in their cheapest.
+        ways: Stage, number of the slot in its team, and number in `Pricer.ways` of each slot that runs in a
+            given way; the others run in their cheapest.
     """
 
     teams: tuple[Team, ...]
@@ -58,11 +59,16 @@ class Layout:
     ahead: int = 0
     backward: str = "whole"
     splits: tuple[int, ...] = ()
-    ways: tuple[tuple[str, int], ...] = ()
+    ways: tuple[tuple[int, int, int], ...] = ()
 
     def num_splits(self, stage: int) -> int:
         """Parts in which a stage runs its rows of a microbatch."""
         return self.splits[stage % len(self.splits)] if self.splits else 1
+
+    def with_way(self, stage: int, slot: int, way: int) -> Layout:
+        """The same with one slot of one stage in a given way."""
+        others = tuple(w for w in self.ways if w[:2] != (stage, slot))
+        return dataclasses.replace(self, ways=tuple(sorted((*others, (stage, slot, way)))))
 
     @property
     def row(self) -> tuple[Team, ...]:

@@ -15,6 +15,9 @@ from hetjax.planner.layout import Layout
 if TYPE_CHECKING:
     from hetjax.planner.search import Search
 
+FEW_STAGES = 12
+"""Plans of up to so many stages are tried with each slot in another way."""
+
 
 def neighbours(
     search: Search, layout: Layout, bounds: tuple[int, ...], best: Candidate
@@ -24,6 +27,8 @@ def neighbours(
         cut = search.stages.cut(other)
         if cut is not None and cut.lower_s < best.simulation.step_time_s:
             yield other, cut.bounds
+        if other.teams == layout.teams:
+            yield other, bounds
     moves = []
     for j in range(1, len(bounds) - 1):
         for step in (1, -1):
@@ -38,11 +43,25 @@ def neighbours(
     moves.sort(key=lambda moved: -relief(bounds, moved, seconds))
     for moved in moves:
         yield layout, moved
-    # What is cheapest for a slot need not be for the step: the end of the first stage is waited for.
-    for name in layout.groups:
+    for other in other_ways(search, layout):
+        yield other, bounds
+
+
+def other_ways(search: Search, layout: Layout) -> Iterator[Layout]:
+    """Slots in other ways: all of a group, and of few stages each by itself.
+
+    What is cheapest for a slot need not be for the step: the end of the first stage is waited for.
+    """
+    slots = [(j, k, slot.group) for j, team in enumerate(layout.teams) for k, slot in enumerate(team)]
+    sets = [[(j, k) for j, k, name in slots if name == group] for group in layout.groups]
+    if len(layout.teams) <= FEW_STAGES:
+        sets += [[(j, k)] for j, k, _ in slots]
+    for own in {tuple(own): None for own in sets}:
         for way in range(NUM_WAYS):
-            ways = {**dict(layout.ways), name: way}
-            yield dataclasses.replace(layout, ways=tuple(sorted(ways.items()))), bounds
+            other = layout
+            for j, k in own:
+                other = other.with_way(j, k, way)
+            yield other
 
 
 def relief(bounds: Sequence[int], moved: Sequence[int], seconds: Sequence[Number]) -> Number:
@@ -66,14 +85,14 @@ def similar(search: Search, layout: Layout) -> Iterator[Layout]:
             yield dataclasses.replace(layout, backward=backward)
     if search.schedule is None and len(row) > 1:
         yield Layout(row, layout.num_microbatches, "gpipe")
-        yield dataclasses.replace(layout, teams=row, schedule="1f1b")
+        yield dataclasses.replace(layout, teams=row, schedule="1f1b", ways=())
         for other in (v - 1, v + 1):
             if 2 <= other <= 6 and other * len(row) <= search.program.num_segments:
-                yield dataclasses.replace(layout, teams=row * other, schedule="interleaved")
+                yield dataclasses.replace(layout, teams=row * other, schedule="interleaved", ways=())
     for i in range(len(row) - 1):
         if row[i][0].group != row[i + 1][0].group:
             swapped = (*row[:i], row[i + 1], row[i], *row[i + 2 :])
-            yield dataclasses.replace(layout, teams=swapped * v)
+            yield dataclasses.replace(layout, teams=swapped * v, ways=())
     if search.program.rows_mode == "whole":
         return
     if search.features == "all" and layout.schedule == "1f1b" and len(row) > 1:
@@ -85,7 +104,7 @@ def similar(search: Search, layout: Layout) -> Iterator[Layout]:
                     yield dataclasses.replace(layout, splits=(*now[:i], part, *now[i + 1 :]))
     if any(s > 1 for s in layout.splits):
         return
-    layout = dataclasses.replace(layout, splits=())
+    layout = dataclasses.replace(layout, splits=(), ways=())
     yield from resized(search, layout)
     if search.shared:
         yield from merged(search, layout)
@@ -116,7 +135,7 @@ def merged(search: Search, layout: Layout) -> Iterator[Layout]:
     for i in range(len(row) - 1):
         if row[i][0].group != row[i + 1][0].group:
             teams = (*row[:i], (*row[i], *row[i + 1]), *row[i + 2 :])
-            yield dataclasses.replace(layout, teams=teams * v, schedule=layout.schedule)
+            yield dataclasses.replace(layout, teams=teams * v)
     for i, team in enumerate(row):
         for j in range(1, len(team)):
             teams = (*row[:i], team[:j], team[j:], *row[i + 1 :])

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +87,8 @@ class Table:
         (self.work, *self.repeat), (self.work_s, *self.again_s) = pricer.seconds(
             group.name, way.axes, rows, load.splits
         )
-        self.end, self.update = pricer.end_of_step(group.name, way.axes)
+        hosted = way.residency == "offloaded" and not load.passing
+        self.end, self.update = pricer.end_of_step(group.name, way.axes, hosted)
         size = DTYPE_BYTES[group.dtype] / 4
         self.local_rows = -(-rows // (axes.get("dp", 1) * fsdp))
         self.size = size
@@ -101,6 +103,8 @@ class Table:
             share = fsdp * tp / load.team_devices
             self.static, self.passing = share / self.shards + (size + 1) / tp, 0.0
             self.state = share / self.shards
+        elif hosted:
+            self.static, self.passing, self.state = (size + 1) / tp, 0.0, 0.0
         else:
             on_device = 0.0 if way.residency == "offloaded" else 1.0
             self.static = 2 * on_device / self.shards
@@ -183,6 +187,7 @@ class Pricer:
         costs: Seconds of segments.
         policies: Remat policies that may be chosen, the cheapest in time first.
         pins: Groups that may run a segment, by its index; all where it is not named.
+        offload: Whether a slot may keep its state in host memory.
     """
 
     def __init__(
@@ -192,8 +197,10 @@ class Pricer:
         costs: Costs,
         policies: tuple[str, ...],
         pins: Mapping[int, Sequence[str]] | None = None,
+        *,
+        offload: bool = False,
     ) -> None:
-        self.pins = dict(pins or {})
+        self.pins, self.offload = dict(pins or {}), offload
         self.program, self.cluster, self.costs, self.policies = program, cluster, costs, policies
         self.segments = program.segments()
         n = self.num_segments = len(self.segments)
@@ -245,7 +252,11 @@ class Pricer:
 
     def ways(self, slot: Slot, load: Load) -> tuple[Way, ...]:
         """Ways to run on a slot, the preferred first: `dp`; `fsdp` and `tp` where memory needs them."""
-        residencies = ("gathered", "offloaded") if load.passing else ("resident",)
+        if load.passing:
+            residencies: tuple[str, ...] = ("gathered", "offloaded")
+        else:
+            # All stages of a device would have their parameters there at once.
+            residencies = ("resident", "offloaded") if self.offload and load.share == 1 else ("resident",)
         rows = load.rows // load.splits if load.rows % load.splits == 0 else load.rows
         n = self.used_devices(slot, rows)
         options: list[tuple[tuple[str, int], ...]] = []
@@ -284,14 +295,31 @@ class Pricer:
         prefixes = [_prefix(c) for c in columns]
         return prefixes, [between(p) for p in prefixes]
 
-    def _end_of_step(self, group_name: str, axes: tuple[tuple[str, int], ...]) -> tuple[Line, Line]:
-        """Gather, reduction and update together, and the update: seconds by bytes of parameters."""
+    def _end_of_step(
+        self, group_name: str, axes: tuple[tuple[str, int], ...], hosted: bool
+    ) -> tuple[Line, Line]:
+        """Gather, reduction and update together, and the update: seconds by bytes of parameters.
+
+        Args:
+            group_name: Where.
+            axes: Of the submesh.
+            hosted: Whether the state comes from host memory and goes back (see `workload.member_seconds`).
+        """
         group, sizes, costs = self.groups[group_name], dict(axes), self.costs
         total = float(self.params[-1]) or 1.0
-        gather, reduce, update = (
-            Line.through(total / 2, f(total / 2, group, sizes), total, f(total, group, sizes))
-            for f in (costs.gather_s, costs.reduce_s, costs.update_s)
-        )
+        shards = sizes.get("fsdp", 1) * sizes.get("tp", 1)
+        size = DTYPE_BYTES[group.dtype] / 4
+
+        def through(seconds: Callable[..., Number], copied: float) -> Line:
+            at = [seconds(x, group, sizes) for x in (total / 2, total)]
+            if hosted:
+                on_host = [costs.offload_s(x / shards * copied, group) for x in (total / 2, total)]
+                join = max if seconds == costs.update_s else operator.add
+                at = list(map(join, at, on_host))
+            return Line.through(total / 2, at[0], total, at[1])
+
+        gather, reduce = through(costs.gather_s, size), through(costs.reduce_s, 1.0)
+        update = through(costs.update_s, 3.0)
         both = Line(gather.base + reduce.base + update.base, gather.slope + reduce.slope + update.slope)
         return both, update
 

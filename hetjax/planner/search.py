@@ -67,6 +67,9 @@ MAX_TASKS = 200_000
 LEAST_TASKS = 200
 """What a plan counts besides its own tasks."""
 
+NUM_STARTS = 4
+"""Plans of a small problem that are improved at the end."""
+
 REMAT = ("none", "dots", "full")
 """Remat policies that the planner chooses from, the cheapest in time first."""
 
@@ -205,7 +208,8 @@ class Search:
         self.whole_sets = whole_sets
         self.backwards = ("whole", "split") if features == "all" else ("whole",)
         self.counts = microbatch_counts(program, num_microbatches)
-        self.pricer = Pricer(program, cluster, costs, REMAT if remat is None else (remat,), pins)
+        policies = REMAT if remat is None else (remat,)
+        self.pricer = Pricer(program, cluster, costs, policies, pins, offload=features == "all")
         self.stages = Stages(self.pricer, sharded=features == "all")
         self.found: dict[tuple[Layout, tuple[int, ...]], Candidate] = {}
         self.tried: set[tuple[Layout, tuple[int, ...]]] = set()
@@ -250,7 +254,7 @@ class Search:
                 self.simulate_first(layout)
         self.improve()
         if exhaustive.improve(self):
-            self.improve()
+            self.improve(NUM_STARTS)
         result = list(self.found.values())
         if self.shared and result:
             best = min(result, key=lambda c: c.rank)
@@ -493,14 +497,26 @@ class Search:
 
     # ---- improvement ----
 
-    def improve(self) -> None:
-        """Small changes to the best, as long as they help and tasks are left."""
-        self.worth = 1.0
-        while self.found and not self.out_of_time:
-            key, best = min(self.found.items(), key=lambda item: item[1].rank)
-            for layout, bounds in moves.neighbours(self, *key, best):
+    def improve(self, starts: int = 1) -> None:
+        """Small changes to the best, as long as they help and tasks are left.
+
+        Args:
+            starts: How many of the best, each of other teams, are improved.
+        """
+        ranked = sorted(self.found.items(), key=lambda item: item[1].rank)
+        first = {key[0].teams: key for key, _ in reversed(ranked)}
+        for key in [key for key, _ in ranked if first[key[0].teams] == key][:starts]:
+            self.descend(key)
+
+    def descend(self, key: tuple[Layout, tuple[int, ...]]) -> None:
+        """From one candidate on to whatever near it is faster."""
+        while not self.out_of_time:
+            here = self.found[key]
+            self.worth = here.simulation.step_time_s / self.shortest_s
+            for layout, bounds in moves.neighbours(self, *key, here):
                 better = self.simulate(layout, bounds)
-                if better is not None and better.rank < best.rank:
+                if better is not None and better.rank < here.rank:
+                    key = layout, bounds
                     break
             else:
                 return

@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,36 @@ TOLERANCE = 1e-4
 """Relative, of the longest period."""
 
 
+class Passage(NamedTuple):
+    """One way of a boundary's values between consecutive stages.
+
+    Attributes:
+        sender: Number of the slot in its team.
+        receiver: The same.
+        channel: What it shares with others.
+        link: Over which.
+        rows: Of a microbatch, times the size of an element over that of float32.
+    """
+
+    sender: int
+    receiver: int
+    channel: tuple[object, object]
+    link: Link
+    rows: float
+
+
+def soonest_s(messages: Sequence[tuple[Passage, Number]]) -> Number:
+    """Below which no microbatch is past a boundary, in either direction.
+
+    A slot waits for all that comes to it; which slot of the next stage is on the longest way is not known.
+    """
+    arrivals: tuple[dict[int, Number], dict[int, Number]] = {}, {}
+    for passage, seconds in messages:
+        for there, slot in zip(arrivals, (passage.receiver, passage.sender), strict=True):
+            there[slot] = max(there.get(slot, 0.0), seconds)
+    return min((s for there in arrivals for s in there.values()), default=0.0)
+
+
 class Stages:
     """Cuts layouts; what repeats is kept.
 
@@ -48,6 +79,7 @@ class Stages:
         self.n = pricer.num_segments
         self.limits = functools.lru_cache(maxsize=1024)(self._limits)
         self.link = functools.lru_cache(maxsize=20_000)(self._link)
+        self.passages = functools.lru_cache(maxsize=20_000)(self._passages)
         self.shares = functools.lru_cache(maxsize=4096)(self._shares)
         self.members = functools.lru_cache(maxsize=2_000)(Member)
 
@@ -101,15 +133,29 @@ class Stages:
             )
         return result
 
-    def transfer_s(self, layout: Layout, j: int, cut: int) -> Number:
-        """Seconds of one message from stage j to the next, by where the cut is."""
-        if j + 1 == len(layout.teams) or layout.teams[j] == layout.teams[j + 1]:
-            return 0.0
-        a, b = layout.teams[j][0], layout.teams[j + 1][0]
-        link = self.link(a, b)
+    def _passages(self, one: Team, two: Team, rows: int) -> list[Passage]:
+        """Who sends to whom between consecutive stages; nothing between stages of the same team."""
+        ranges = []
+        for team in (one, two):
+            stops = list(itertools.accumulate(self.shares(team, rows) or (), initial=0))
+            ranges.append(list(itertools.pairwise(stops)))
+        result = []
+        for i, (a, (first, stop)) in enumerate(zip(one, ranges[0], strict=True)):
+            for k, (b, (start, end)) in enumerate(zip(two, ranges[1], strict=True)):
+                common = min(stop, end) - max(first, start)
+                if common > 0 and one != two:
+                    size = DTYPE_BYTES[self.pricer.groups[a.group].dtype] / 4
+                    channel = (a.group, b.group) if a.group != b.group else (a, b)
+                    result.append(Passage(i, k, channel, self.link(a, b), common * size))
+        return result
+
+    def messages(self, layout: Layout, j: int, cut: int) -> list[tuple[Passage, Number]]:
+        """What stage j sends to the next for each microbatch, with the seconds of each message at a cut."""
+        if j + 1 == len(layout.teams):
+            return []
         rows = self.pricer.program.global_batch // layout.num_microbatches
-        size = DTYPE_BYTES[self.pricer.groups[a.group].dtype] / 4
-        return link.transfer_s(self.pricer.crossing[cut] * rows * size)
+        found = self.passages(layout.teams[j], layout.teams[j + 1], rows)
+        return [(p, p.link.transfer_s(self.pricer.crossing[cut] * p.rows)) for p in found]
 
     def cut(self, layout: Layout) -> Cut | None:
         """Boundaries with the shortest longest period, or None where nothing fits.
@@ -202,15 +248,15 @@ class Stages:
         periods, ends, reductions = [0.0] * J, [0.0] * J, [0.0] * J
         shortest, update_s = [INF] * J, 0.0
         runs: list[list[Run]] = [[] for _ in members]
-        limits, forced = self.limits(layout).lane, dict(layout.ways)
+        limits = self.limits(layout).lane
+        given = {(j, k): way for j, k, way in layout.ways}
         for i, team in enumerate(layout.row):
             own = range(i, J, n)
             spans = [(bounds[j], bounds[j + 1]) for j in own]
             for k in range(len(team)):
                 lane = [members[j][k] for j in own]
-                way = forced.get(team[k].group)
-                best = None if exactly or way is not None else rough_lane(lane, spans)
-                best = best or best_lane(lane, spans, limits[i], way)
+                best = None if exactly or given else rough_lane(lane, spans)
+                best = best or best_lane(lane, spans, limits[i], [given.get((j, k)) for j in own])
                 if best is None:
                     return None
                 ways, seconds, end, update, policies = best
@@ -222,9 +268,10 @@ class Stages:
                     reductions[j] = max(reductions[j], end[x] - update[x])
                     if policies:
                         runs[j].append(lane[x].run(lane[x].tables[ways[x]], policies[x]))
-        transfers = [self.transfer_s(layout, j, bounds[j + 1]) for j in range(len(periods))]
-        estimate = self.estimate_s(layout, periods, ends, transfers, bounds)
-        lower = update_s + self.lower_s(layout, periods, shortest, reductions, transfers)
+        messages = [self.messages(layout, j, bounds[j + 1]) for j in range(J)]
+        estimate = self.estimate_s(layout, periods, ends, messages, bounds)
+        soonest = [soonest_s(m) for m in messages]
+        lower = update_s + self.lower_s(layout, periods, shortest, reductions, soonest)
         return Cut(bounds, tuple(map(tuple, runs)), float(estimate), float(lower), update_s)
 
     def lower_s(
@@ -267,7 +314,7 @@ class Stages:
         layout: Layout,
         periods: Sequence[Number],
         ends: Sequence[Number],
-        transfers: Sequence[Number],
+        messages: Sequence[Sequence[tuple[Passage, Number]]],
         bounds: Sequence[int],
     ) -> Number:
         """Step time by formula.
@@ -277,13 +324,12 @@ class Stages:
         """
         M = layout.num_microbatches
         by_team: dict[Team, Number] = {}
-        by_channel: dict[tuple[str, str], Number] = {}
-        for j, (team, period) in enumerate(zip(layout.teams, periods, strict=True)):
+        by_channel: dict[tuple[object, object], Number] = {}
+        for team, period, own in zip(layout.teams, periods, messages, strict=True):
             by_team[team] = by_team.get(team, 0.0) + period
-            if transfers[j]:
-                a, b = team[0].group, layout.teams[j + 1][0].group
-                pair = (a, b) if a != b else (f"{a}:{team[0].devices[0]}", b)
-                by_channel[pair] = by_channel.get(pair, 0.0) + transfers[j]
+            for passage, seconds in own:
+                by_channel[passage.channel] = by_channel.get(passage.channel, 0.0) + seconds
+        transfers = [max((seconds for _, seconds in own), default=0.0) for own in messages]
         longest = max(*by_team.values(), *by_channel.values(), self.waiting_s(layout, periods, transfers))
         # The others' first stages fill the pipeline, and drain it again.
         fills = {team: s / layout.num_splits(j) for j, (team, s) in enumerate(by_team.items())}
