@@ -360,6 +360,7 @@ def _table(plan: Plan) -> str:
     for s, stage in enumerate(plan.stages):
         for k, m in enumerate(stage.members):
             axes = " ".join(f"{a}={n}" for a, n in m.axes.items() if n > 1) or "-"
+            axes += "" if m.residency == "resident" else f" {m.residency}"
             rows.append(
                 (
                     str(s) if k == 0 else "",

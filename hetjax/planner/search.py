@@ -21,7 +21,7 @@ from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
 from hetjax.memory import share_state
 from hetjax.plan import SCHEDULES, Member, Plan, Stage
-from hetjax.planner import exhaustive, moves, refusal, replicas
+from hetjax.planner import exhaustive, moves, refusal, replicas, shared_cuts
 from hetjax.planner.coarse import Shape, shapes
 from hetjax.planner.explain import Candidate, predictions
 from hetjax.planner.layout import Cut, Layout, Slot, Team
@@ -236,15 +236,18 @@ class Search:
                 over, _, _, frugal = refusal.closest(self, [name])
                 if over > 0 or self.simulate_first(frugal) is None:
                     self.unfit[f"{name} alone"] = refusal.shortfall(self, name)
-        first = [item for item in ranked if item[2] in alone.values()]
         shortest = math.inf
-        for estimate, _, layout, cut in [*first, *ranked]:
+        for _, _, layout, cut in ranked:
+            if layout in alone.values():
+                candidate = self.simulate(layout, cut.bounds)
+                if candidate is not None:
+                    shortest = min(shortest, candidate.simulation.step_time_s)
+        self.tasks_left = MAX_TASKS  # whatever those took
+        for estimate, _, layout, cut in ranked:
             # The formula may be wrong: everything near the best is simulated, and of small plans more.
-            if layout not in alone.values() and (
-                estimate > CLOSE * shortest or self.tasks_left < MAX_TASKS / 2
-            ):
+            if estimate > CLOSE * shortest or self.tasks_left < MAX_TASKS / 2:
                 continue
-            if cut.lower_s > WORTH_SHOWING * shortest and layout not in alone.values():
+            if cut.lower_s > WORTH_SHOWING * shortest:
                 continue
             candidate = self.simulate(layout, cut.bounds)
             if candidate is not None:
@@ -259,11 +262,17 @@ class Search:
         if self.shared and result:
             best = min(result, key=lambda c: c.rank)
             step_s = best.simulation.step_time_s
+            for base in shared_cuts.bases(result):
+                for label, plan in shared_cuts.shared(self, base):
+                    result += self.judged(label, plan, min(c.simulation.step_time_s for c in result))
             for label, plan in replicas.replicated(self, step_s / 2, best.plan.num_microbatches):
-                candidate = self.evaluate(label, plan, WORTH_SHOWING * step_s)
-                if candidate is not None:
-                    result.append(candidate)
+                result += self.judged(label, plan, WORTH_SHOWING * step_s)
         return result
+
+    def judged(self, label: str, plan: Plan, worse_than_s: Number) -> list[Candidate]:
+        """A plan as a candidate, or nothing; see `evaluate`."""
+        candidate = self.evaluate(label, plan, worse_than_s)
+        return [] if candidate is None else [candidate]
 
     def within(self, program: ProgramLike, names: Sequence[str], num_microbatches: int) -> Search:
         """A search of one pipeline over some of the groups, for part of the rows."""
