@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,11 @@ class Link(_Frozen):
             return self
         curve = tuple((size * count, rate * count) for size, rate in self.curve)
         return self.model_copy(update={"bandwidth_gb_per_s": self.bandwidth_gb_per_s * count, "curve": curve})
+
+
+@functools.lru_cache(maxsize=20_000)
+def _hosts(devices: tuple[int, ...], devices_per_host: int) -> frozenset[int]:
+    return frozenset(d // devices_per_host for d in devices)
 
 
 class Group(_Frozen):
@@ -194,7 +200,8 @@ class Group(_Frozen):
 
     def between(self, a: Sequence[int], b: Sequence[int]) -> Link:
         """What joins two sets of its devices, each device (or host) sending to one of the others at once."""
-        hosts_a, hosts_b = {self.host(d) for d in a}, {self.host(d) for d in b}
+        per_host = self.devices_per_host or self.num_devices
+        hosts_a, hosts_b = _hosts(tuple(a), per_host), _hosts(tuple(b), per_host)
         if hosts_a & hosts_b:
             return self.intra_link.lanes(min(len(set(a)), len(set(b))))
         return self.inter_host_link.lanes(min(len(hosts_a), len(hosts_b)))

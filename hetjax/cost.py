@@ -282,6 +282,75 @@ class AnalyticCosts:
         return seconds
 
 
+def alike(segment: SegmentLike) -> tuple[object, ...]:
+    """Segments with the same key cost the same; programs made by hand may call unlike ones a class."""
+    return (
+        segment.segment_class,
+        segment.num_params,
+        segment.forward_flops_per_row,
+        segment.boundary_bytes_per_row,
+    )
+
+
+class RememberedCosts:
+    """Other `Costs`, each question asked once: a search asks the same for thousands of plans.
+
+    Args:
+        costs: Where answers come from; for one cluster, whose groups have names of their own.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.limit_s, self.source, self.offload_s = costs.limit_s, costs.source, costs.offload_s
+        self._known: dict[tuple[object, ...], Number] = {}
+
+    def forward_s(self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int]) -> Number:
+        """Forward of `rows` rows (of the whole member)."""
+        key = "F", alike(segment), group.name, rows, *axes.items()
+        if key not in self._known:
+            self._known[key] = self.costs.forward_s(segment, group, rows, axes)
+        return self._known[key]
+
+    def backward_s(
+        self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
+    ) -> Number:
+        """Backward of `rows` rows, what the remat policy repeats included."""
+        key = "B", alike(segment), group.name, rows, remat, *axes.items()
+        if key not in self._known:
+            self._known[key] = self.costs.backward_s(segment, group, rows, axes, remat)
+        return self._known[key]
+
+    def recompute_s(
+        self, segment: SegmentLike, group: Group, rows: int, axes: Mapping[str, int], remat: str
+    ) -> Number:
+        """The part of the backward that repeats the forward."""
+        key = "recompute", alike(segment), group.name, rows, remat, *axes.items()
+        if key not in self._known:
+            self._known[key] = self.costs.recompute_s(segment, group, rows, axes, remat)
+        return self._known[key]
+
+    def gather_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Make the compute copy of parameters from their master shards, once a step."""
+        key = "G", param_bytes, group.name, *axes.items()
+        if key not in self._known:
+            self._known[key] = self.costs.gather_s(param_bytes, group, axes)
+        return self._known[key]
+
+    def reduce_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Reduce the gradients over `dp` and `fsdp`, once a step."""
+        key = "R", param_bytes, group.name, *axes.items()
+        if key not in self._known:
+            self._known[key] = self.costs.reduce_s(param_bytes, group, axes)
+        return self._known[key]
+
+    def update_s(self, param_bytes: Number, group: Group, axes: Mapping[str, int]) -> Number:
+        """Optimizer update, once a step."""
+        key = "U", param_bytes, group.name, *axes.items()
+        if key not in self._known:
+            self._known[key] = self.costs.update_s(param_bytes, group, axes)
+        return self._known[key]
+
+
 def _kept_traffic(segment: SegmentLike) -> Number:
     """Float32 bytes moved per row and pass for the values that a segment computes."""
     return KEPT_TRAFFIC * segment.activation_bytes_per_row.get("none", 0.0)

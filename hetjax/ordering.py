@@ -150,7 +150,7 @@ class OrderPlay:
         if self.kind != "interleaved":
             return True
         lane = self.lane[u]
-        return all(need < self.bounds.lane[lane] for need in self.need[lane][self.lowest : m])
+        return max(self.need[lane][self.lowest : m], default=0) < self.bounds.lane[lane]
 
     def pick(self, lane: int, now: float) -> tuple[str, int, float]:
         """The best task that the lane can start now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -230,6 +231,7 @@ class Plan:
 
         plan_reader.check_plan(self, program)
 
+    @functools.cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """The lane of each member of each stage; members whose devices overlap share one.
 
@@ -261,7 +263,7 @@ class Plan:
         Args:
             edges: (producer, consumer) stages of everything that crosses.
         """
-        lanes = self.lanes()
+        lanes = self.lanes
         last_of_lane = {lane: s for s, members in enumerate(lanes) for lane in members}
         mirrored = self.schedule in ("gpipe", "ministage")
 

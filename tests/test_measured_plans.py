@@ -114,7 +114,7 @@ def test_pipelines_of_unlike_shape_run_side_by_side(tmp_path):
     assert not plan.alike and plan.num_microbatches == 1
     case = measured_plans.build(plan, "OPT-350", sailor_data.Network(), sailor_data.profile())
     assert [stage.segments for stage in case.plan.stages] == [(0, 5), (5, 26)]
-    lanes = case.plan.lanes()
+    lanes = case.plan.lanes
     assert lanes[0][0] == lanes[1][0], "the whole pipeline stays on its devices"
     assert lanes[0][1] != lanes[1][1]
     (row,) = measured_plans.predict(tmp_path)

@@ -229,7 +229,7 @@ def test_members_share_a_lane_exactly_where_their_devices_overlap():
         Stage((4, 5), (member("t", [1, 2]),)),
     )
     plan = two_stages(stages=stages)
-    assert plan.lanes() == ((0,), (1, 1), (2,), (0,), (1,))
+    assert plan.lanes == ((0,), (1, 1), (2,), (0,), (1,))
 
 
 def test_the_stated_bounds():

@@ -79,7 +79,7 @@ def test_replicas_cover_all_rows_in_each_stage_and_their_own_stages_share_lanes(
         assert rows[-1][1] == plan.microbatch_rows == 4
         assert len(stage.members) == 2
     lanes = {}
-    for members, stage in zip(plan.lanes(), plan.stages, strict=True):
+    for members, stage in zip(plan.lanes, plan.stages, strict=True):
         for lane, member in zip(members, stage.members, strict=True):
             lanes.setdefault(member.group, set()).add(lane)
     assert sorted(map(len, lanes.values())) == [1, 1, 1]

@@ -330,7 +330,7 @@ def score(plan: Plan, program: ProgramLike, costs: Costs) -> Score:
     then between members.
     """
     work = workload(plan, program, costs)
-    lanes = plan.lanes()
+    lanes = plan.lanes
     slots: dict[int, float] = {}
     updates: dict[int, float] = {}
     reductions: dict[int, float] = {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetjax.cluster import Cluster, Group
-from hetjax.cost import Costs, ProgramLike
+from hetjax.cost import Costs, ProgramLike, alike
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.memory import ADAM_BYTES_PER_PARAM, kept_per_row
 from hetjax.planner.layout import Run, Slot, Way
@@ -205,11 +205,7 @@ class Pricer:
         self.segments = program.segments()
         n = self.num_segments = len(self.segments)
         self.indices = range(n)
-        # Segments with the same key cost the same; programs made by hand may call unlike ones a class.
-        self.alike = [
-            (s.segment_class, s.num_params, s.forward_flops_per_row, s.boundary_bytes_per_row)
-            for s in self.segments
-        ]
+        self.alike = [alike(s) for s in self.segments]
         self.groups = {g.name: g for g in cluster.groups}
         self.params = _prefix([s.param_bytes for s in self.segments])
         self.num_params = _prefix([s.num_params for s in self.segments])
@@ -282,16 +278,16 @@ class Pricer:
         """Forward and backward, and what each policy repeats: seconds up to each segment, and of each run."""
         group, sizes, costs = self.groups[group_name], dict(axes), self.costs
         known: dict[object, list[Number]] = {}
-        for s, alike in zip(self.segments, self.alike, strict=True):
-            if alike not in known:
+        for s, key in zip(self.segments, self.alike, strict=True):
+            if key not in known:
                 work = costs.forward_s(s, group, rows, sizes) + costs.backward_s(
                     s, group, rows, sizes, "none"
                 )
-                known[alike] = [
+                known[key] = [
                     work,
                     *(costs.recompute_s(s, group, rows, sizes, p) for p in self.policies),
                 ]
-        columns = splits * np.array([known[alike] for alike in self.alike], float).T
+        columns = splits * np.array([known[key] for key in self.alike], float).T
         prefixes = [_prefix(c) for c in columns]
         return prefixes, [between(p) for p in prefixes]
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hetjax.cluster import Cluster
-from hetjax.cost import AnalyticCosts, Costs, ProgramLike
+from hetjax.cost import AnalyticCosts, Costs, ProgramLike, RememberedCosts
 from hetjax.devices import DTYPE_BYTES, Number
 from hetjax.errors import UserError
 from hetjax.memory import share_state
@@ -182,7 +182,8 @@ class Search:
         seed: int = 0,
         whole_sets: bool = False,
     ) -> None:
-        self.program, self.cluster, self.costs = program, cluster, costs
+        self.program, self.cluster = program, cluster
+        self.costs = costs if isinstance(costs, RememberedCosts) else RememberedCosts(costs)
         if schedule is not None and schedule not in SCHEDULES:
             raise UserError(f"schedule is {schedule!r}. Allowed: {', '.join(SCHEDULES)}.")
         if schedule == "ministage" and features == "runtime":
@@ -209,7 +210,7 @@ class Search:
         self.backwards = ("whole", "split") if features == "all" else ("whole",)
         self.counts = microbatch_counts(program, num_microbatches)
         policies = REMAT if remat is None else (remat,)
-        self.pricer = Pricer(program, cluster, costs, policies, pins, offload=features == "all")
+        self.pricer = Pricer(program, cluster, self.costs, policies, pins, offload=features == "all")
         self.stages = Stages(self.pricer, sharded=features == "all")
         self.found: dict[tuple[Layout, tuple[int, ...]], Candidate] = {}
         self.tried: set[tuple[Layout, tuple[int, ...]]] = set()
