@@ -206,6 +206,8 @@ class Pricer:
         n = self.num_segments = len(self.segments)
         self.indices = range(n)
         self.alike = [alike(s) for s in self.segments]
+        kinds = dict(zip(self.alike, self.segments, strict=True))
+        self.classes = [(s, self.alike.count(key)) for key, s in kinds.items()]
         self.groups = {g.name: g for g in cluster.groups}
         self.params = _prefix([s.param_bytes for s in self.segments])
         self.num_params = _prefix([s.num_params for s in self.segments])
@@ -327,8 +329,16 @@ class Pricer:
     def _model_s(self, group_name: str, num_devices: int, rows: int) -> float:
         """Forward and backward of the whole model on a slot of so many devices, memory apart."""
         n = self.used_devices(Slot(group_name, tuple(range(num_devices))), rows)
-        (work, repeat, *_), _ = self.seconds(group_name, (("dp", n),), rows)
-        return float(work[-1] + repeat[-1])
+        group, axes, policy = self.groups[group_name], {"dp": n}, self.policies[0]
+        return sum(
+            count
+            * (
+                self.costs.forward_s(s, group, rows, axes)
+                + self.costs.backward_s(s, group, rows, axes, "none")
+                + self.costs.recompute_s(s, group, rows, axes, policy)
+            )
+            for s, count in self.classes
+        )
 
 
 class Member:
