@@ -489,7 +489,15 @@ def plan_for(program: Program, cluster: Cluster, config: Config, complete: Path 
                 "into that file, or leave it out."
             )
         partial = choices.read_partial(complete)
-        return choices.complete_plan(program, cluster, partial, costs=costs, features=told.features)
+        shared = next((i for i, stage in enumerate(partial.stages) if len(stage.members) > 1), None)
+        if shared is not None and told.row_split == "never":
+            raise UserError(
+                f"Stage {shared} of {complete} has several members, and plan.row_split is 'never'. Give it "
+                "one member, or leave plan.row_split out."
+            )
+        return choices.complete_plan(
+            program, cluster, partial, costs=costs, features=told.features, budget_s=told.budget_s
+        )
     return hetjax.make_plan(
         program,
         cluster,

@@ -239,6 +239,7 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
             raise UserError(f"{who} has residency {member.residency!r}. Allowed: {', '.join(RESIDENCIES)}.")
         if member.state_share is not None and not 0 <= member.state_share <= 1:
             raise UserError(f"{who} has state_share {member.state_share}. It is a share, between 0 and 1.")
+    _check_apart(number, stage)
     shares = [m.state_share for m in stage.members if m.state_share is not None]
     if shares and (len(shares) < len(stage.members) or abs(sum(shares) - 1) > 1e-6):
         raise UserError(
@@ -251,6 +252,20 @@ def _check_stage(plan: Plan, number: int, stage: Stage) -> None:
             f"(global_batch {plan.global_batch} / num_microbatches {plan.num_microbatches}). Change the "
             "rows or num_microbatches."
         )
+
+
+def _check_apart(number: int, stage: Stage) -> None:
+    """The members of a stage run at once, so each has devices of its own."""
+    owner: dict[tuple[str, int], int] = {}
+    for k, member in enumerate(stage.members):
+        for device in member.devices:
+            other = owner.setdefault((member.group, device), k)
+            if other != k:
+                raise UserError(
+                    f"Stage {number}, members {other} and {k} both list device {device} of group "
+                    f"{member.group!r}. The members of a stage run at once: give each devices of its own, or "
+                    "one of them the rows of both."
+                )
 
 
 def _check_program(plan: Plan, program: cost.ProgramLike) -> None:

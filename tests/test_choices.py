@@ -193,7 +193,7 @@ def test_stages_that_do_not_fit_are_refused():
     tables["groups"]["v"]["memory_gib"] = 0.001
     narrow = Cluster.from_dict(tables)
     partial = PartialPlan.model_validate({"stages": HALVES, "num_microbatches": 2})
-    with pytest.raises(UserError, match="No way to complete the plan fits its devices.* Move boundaries, or"):
+    with pytest.raises(UserError, match="No way to complete the plan fits its devices.* GiB too much. Move"):
         complete_plan(PROGRAM, narrow, partial)
 
 

@@ -154,6 +154,12 @@ def test_text_that_is_no_plan_is_refused(text, message):
         Plan.from_json(text)
 
 
+def test_members_of_one_stage_have_devices_of_their_own():
+    halves = (member("a", [0, 1], rows=(0, 4)), member("a", [1, 2], rows=(4, 8)))
+    with pytest.raises(UserError, match="Stage 0, members 0 and 1 both list device 1 of group 'a'"):
+        two_stages(stages=(Stage((0, 3), halves), two_stages().stages[1])).check(PROGRAM)
+
+
 def test_an_unknown_remat_policy_is_refused_before_anything_is_placed():
     stage = Stage((0, 3), (member("a", range(4), remat="fulll"),))
     with pytest.raises(UserError, match="The remat policy 'fulll' is unknown. Allowed: none, full, dots, "):

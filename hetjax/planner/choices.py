@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import pydantic
 
-from hetjax.cluster import GIB, Cluster
+from hetjax.cluster import Cluster
 from hetjax.cost import AnalyticCosts, Costs, ProgramLike
 from hetjax.errors import UserError
 from hetjax.plan import Plan
 from hetjax.planner.explain import predictions
 from hetjax.planner.layout import Layout, Slot, Team
 from hetjax.planner.limit import compute_limit
+from hetjax.planner.refusal import gib
 from hetjax.planner.search import Search
 
 
@@ -116,6 +119,7 @@ def complete_plan(
     *,
     costs: Costs | None = None,
     features: str = "runtime",
+    budget_s: float | None = None,
 ) -> Plan:
     """The fastest plan with the boundaries and groups of a half-written one.
 
@@ -125,6 +129,7 @@ def complete_plan(
         partial: Boundaries and groups; devices, microbatches, schedule, ahead and remat where it gives them.
         costs: Seconds of segments; analytic when None.
         features: As in `make_plan`.
+        budget_s: As in `make_plan`.
 
     Raises:
         UserError: Boundaries or groups that cannot be, or nothing fits.
@@ -137,6 +142,7 @@ def complete_plan(
         partial.schedule,
         partial.remat,
         features=features,
+        deadline=math.inf if budget_s is None else time.monotonic() + budget_s,
     )
     bounds = (0, *(stage.segments[1] for stage in partial.stages))
     for stage, start in zip(partial.stages, bounds, strict=False):
@@ -150,27 +156,50 @@ def complete_plan(
             f"The stages end at segment {bounds[-1]}, and the program has {program.num_segments}."
         )
     teams = _teams(partial, cluster)
-    several = len(set(teams)) < len(teams)
-    kinds = [partial.schedule] if partial.schedule else ["interleaved" if several else "1f1b", "gpipe"]
-    for M in search.counts:
-        for kind in kinds:
-            for ahead, backward in search.variants(kind, len(set(teams)), M):
-                layout = Layout(teams, M, kind, ahead, backward)
-                if partial.ahead is not None:
-                    layout = dataclasses.replace(layout, ahead=partial.ahead)
-                search.simulate(layout, bounds)
+    layouts = _layouts(search, partial, teams)
+    for layout in layouts:
+        search.simulate(layout, bounds)
     if not search.found:
-        over = (
-            "" if search.nearest is None else f" The nearest is {search.nearest[0] / GIB:.2f} GiB too large."
-        )
-        raise UserError(
-            f"No way to complete the plan fits its devices.{over} Move boundaries, or give its stages more "
-            "devices."
-        )
+        _refuse(search, layouts, bounds)
     best = min(search.found.values(), key=lambda c: c.rank)
     limit = compute_limit(program, cluster, search.costs)
     predicted = predictions(best, list(search.found.values()), {}, limit, program)
     return dataclasses.replace(best.plan, predicted=predicted)
+
+
+def _layouts(search: Search, partial: PartialPlan, teams: tuple[Team, ...]) -> list[Layout]:
+    """All that the half-written plan leaves open: microbatches, schedules, how far members run ahead."""
+    several = len(set(teams)) < len(teams)
+    kinds = [partial.schedule] if partial.schedule else ["interleaved" if several else "1f1b", "gpipe"]
+    ahead = {} if partial.ahead is None else {"ahead": partial.ahead}
+    return [
+        dataclasses.replace(Layout(teams, M, kind, steps, backward), **ahead)
+        for M in search.counts
+        for kind in kinds
+        for steps, backward in search.variants(kind, len(set(teams)), M)
+    ]
+
+
+def _refuse(search: Search, layouts: Sequence[Layout], bounds: Sequence[int]) -> NoReturn:
+    """Say by how much the nearest completion is too large, and where."""
+    nearest = search.nearest
+    for layout in layouts:
+        members = search.stages.stages(layout)
+        if members is not None:
+            over, stage, needs = search.stages.overflow_at(members, bounds)
+            name = next((slot.group for slot in layout.teams[stage] if slot.group in needs), "")
+            if name and math.isfinite(over) and (nearest is None or over < nearest[0]):
+                nearest = over, name, layout.teams[stage][0].devices[0], needs[name]
+    if nearest is None:
+        raise UserError(
+            "No way to complete the plan: the groups of a stage cannot share the rows of any microbatch. "
+            "Give a shared stage groups of fewer devices, or the model a larger global batch."
+        )
+    over, name, _, need = nearest
+    raise UserError(
+        f"No way to complete the plan fits its devices. The nearest needs {gib(need)} GiB on a device of "
+        f"group {name!r}, {gib(over)} GiB too much. Move boundaries, or give its stages more devices."
+    )
 
 
 def _teams(partial: PartialPlan, cluster: Cluster) -> tuple[Team, ...]:

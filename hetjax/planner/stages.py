@@ -425,14 +425,19 @@ class Stages:
         members = self.stages(layout)
         if members is None or len(members) > self.n:
             return INF, 0, {}
-        over = [functools.reduce(np.maximum, [m.over_bytes for m in stage]) for stage in members]
+        over = _over_bytes(members)
         least = min(float(o[np.isfinite(o)].min(initial=0.0)) for o in over)
         runs = [np.where(np.isinf(o), 0.0, o - least + 1.0) for o in over]
         price = [np.maximum.accumulate(r, axis=1) for r in runs]
         price = [np.where(np.isinf(o), INF, p) for o, p in zip(over, price, strict=True)]
         _, bounds = self.shortest(price)
-        if bounds is None:
-            return INF, 0, {}
+        return (INF, 0, {}) if bounds is None else self.overflow_at(members, bounds)
+
+    def overflow_at(
+        self, members: Sequence[tuple[Member, ...]], bounds: Sequence[int]
+    ) -> tuple[Number, int, Mapping[str, Number]]:
+        """How far given boundaries are from fitting; as `least_overflow`."""
+        over = _over_bytes(members)
         values = [float(o[a, b]) for o, a, b in zip(over, bounds, bounds[1:], strict=False)]
         needs: dict[str, Number] = {}
         for stage, value in zip(members, values, strict=True):
@@ -441,6 +446,11 @@ class Stages:
                     have = self.pricer.groups[member.slot.group].memory_bytes or 0.0
                     needs[member.slot.group] = max(needs.get(member.slot.group, 0.0), have + value)
         return max(values), values.index(max(values)), needs
+
+
+def _over_bytes(members: Sequence[tuple[Member, ...]]) -> list[np.ndarray]:
+    """Bytes too many of each stage, by its segments, in the most frugal way."""
+    return [functools.reduce(np.maximum, [m.over_bytes for m in stage]) for stage in members]
 
 
 def _worst(stage: tuple[Member, ...]) -> Price:
