@@ -171,9 +171,9 @@ def _layouts(search: Search, partial: PartialPlan, teams: tuple[Team, ...]) -> l
     """All that the half-written plan leaves open: microbatches, schedules, how far members run ahead."""
     several = len(set(teams)) < len(teams)
     kinds = [partial.schedule] if partial.schedule else ["interleaved" if several else "1f1b", "gpipe"]
-    ahead = {} if partial.ahead is None else {"ahead": partial.ahead}
+    given = partial.ahead
     return [
-        dataclasses.replace(Layout(teams, M, kind, steps, backward), **ahead)
+        Layout(teams, M, kind, steps if given is None else given, backward)
         for M in search.counts
         for kind in kinds
         for steps, backward in search.variants(kind, len(set(teams)), M)

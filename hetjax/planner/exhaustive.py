@@ -39,13 +39,13 @@ MOST_LAYOUTS = 6000
 MOST_CUTS = 400_000
 """Layouts x cuts: the same."""
 
-MOST_TASKS = 100_000
+MOST_TASKS = 200_000
 """Tasks simulated, likely ones and others."""
 
 CUT_TASKS = 40
 """Tasks that are simulated in the time in which a cut is priced."""
 
-MOST_ESTIMATES = 2000
+MOST_ESTIMATES = 10_000
 """Cuts that the formula is asked about."""
 
 ENOUGH = 1.001
