@@ -5,7 +5,10 @@ profile has them, 1M tokens a step: tokens per second of hetjax's plan, of Zorse
 best), and of the limit. hetjax cuts attention and MLP of a layer apart; Zorse cuts between layers, as
 published.
 
-Two plans of hetjax: `all` may split backwards (issue E's runtime), `runtime` is what `Trainer` runs today.
+Two plans of hetjax: `all` may split backwards, which is not played yet; `runtime` is what `Trainer` runs
+today. Efficiency is `busy` (share of the step in which devices compute, each weighted by its speed) times
+`pace` (what they do in that time, of what they do at their best number of rows and without recompute).
+
 The link figures of the mesh files decide much on B and C: each pair of groups shares one link, and C's
 regions are joined by 1 GB/s in all. Zorse's own score gives every device the pair's whole bandwidth; under
 the simulator its plans share it as hetjax's do.
@@ -24,7 +27,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.planner import zorse_baseline, zorse_program
-from hetjax.planner import compute_limit, make_plan
+from hetjax.planner import compute_limit, make_plan, relaxation
 
 
 def compare(cluster_name: str, model: str) -> dict[str, Any]:
@@ -35,6 +38,8 @@ def compare(cluster_name: str, model: str) -> dict[str, Any]:
     whole = zorse_program.program(model, seq_len, halves=False)
     tokens = zorse_program.GLOBAL_TOKENS
     limit = compute_limit(program, cluster, costs)
+    kinds = relaxation.find_kinds(program, cluster, costs)
+    speeds = dict(zip([g.name for g in cluster.groups], 1 / (kinds.counts @ kinds.seconds), strict=True))
     _, theirs = zorse_baseline.baseline_plan(whole, cluster, costs, model)
     row: dict[str, Any] = {
         "cluster": cluster_name,
@@ -47,10 +52,14 @@ def compare(cluster_name: str, model: str) -> dict[str, Any]:
         begin = time.perf_counter()
         plan = make_plan(program, cluster, costs=costs, features=features)
         step_s = plan.predicted["step_time_s"]
+        used = plan.predicted["groups"]
+        busy = sum(speeds[name] * used[name]["busy"] for name in used) / sum(speeds.values())
         row[features] = {
             "tokens_per_s": tokens / step_s,
             "ratio": tokens / step_s / theirs["tokens_per_s"],
             "efficiency": limit.step_time_s / step_s,
+            "busy": busy,
+            "pace": limit.step_time_s / step_s / busy,
             "search_s": time.perf_counter() - begin,
             "plan": f"{len(plan.stages)} stages, {plan.num_microbatches} microbatches, {plan.schedule}, "
             f"{plan.ahead} ahead, backward {plan.backward}",
@@ -87,7 +96,8 @@ def _line(row: dict[str, Any]) -> str:
         own = row[features]
         parts.append(
             f"{features} {own['tokens_per_s'] / 1e3:6.1f}k ({own['ratio']:.2f}x, "
-            f"{own['efficiency']:.3f} of the limit, {own['search_s']:.0f} s)"
+            f"{own['efficiency']:.3f} of the limit = {own['busy']:.3f} busy x {own['pace']:.3f} pace, "
+            f"{own['search_s']:.0f} s)"
         )
     parts.append(f"limit {row['limit_tokens_per_s'] / 1e3:6.1f}k")
     return "; ".join(parts) + f"; {row['all']['plan']}"
